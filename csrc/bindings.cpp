@@ -1,0 +1,10 @@
+// The module pyscan._C. The bindings check arguments, release the GIL and translate errors; they compute nothing.
+
+#include "bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled core of pyscan: the reduction, and the writer of .mscan files.";
+  m.attr("version") = PYSCAN_VERSION;
+  pyscan::BindReduce(m);
+  pyscan::BindWriter(m);
+}

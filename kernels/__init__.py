@@ -1,0 +1,1 @@
+"""Triton kernels of pyscan, installed as `pyscan.kernels`; imported only when a tensor lives on a GPU."""

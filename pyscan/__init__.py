@@ -1,0 +1,32 @@
+"""pyscan: an always-on scanner for PyTorch training.
+
+Reading a scan needs numpy alone, so nothing here imports torch until a name that works on tensors is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "reduce"]
+
+# public name -> the module that defines it, imported at first use
+_HOMES = {
+    "reduce": "pyscan.engine",
+}
+
+if TYPE_CHECKING:
+    from pyscan.engine import reduce
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pyscan' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

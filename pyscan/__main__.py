@@ -1,0 +1,3 @@
+from pyscan.cli import main
+
+raise SystemExit(main())
