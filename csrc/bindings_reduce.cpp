@@ -1,7 +1,69 @@
+// The reduction as Python sees it: addresses, shapes and strides in; results into arrays the caller owns.
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <optional>
+
 #include "bindings.h"
+#include "reduce.h"
+
+namespace py = pybind11;
 
 namespace pyscan {
+namespace {
 
-void BindReduce(pybind11::module_&) {}
+using Doubles = py::array_t<double, py::array::c_style>;
+
+Isa IsaOf(const py::object& isa) { return isa.is_none() ? ActiveIsa() : ParseIsa(isa.cast<std::string>().c_str()); }
+
+void CheckSize(const char* name, const Doubles& array, int64_t wanted) {
+  if (array.size() != wanted)
+    throw py::value_error(std::string(name) + " must have " + std::to_string(wanted) + " values, got " +
+                          std::to_string(array.size()));
+}
+
+double* DataOrNull(std::optional<Doubles>& array) { return array ? array->mutable_data() : nullptr; }
+
+void ReduceInto(uintptr_t address, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride,
+                Doubles sumsq, Doubles absmax, Doubles bad, int64_t block, int64_t first, bool by_rows,
+                std::optional<Doubles> row_sumsq, int num_threads, const py::object& isa) {
+  if (dtype < 0 || dtype > 3) throw py::value_error("dtype must be 0 to 3, got " + std::to_string(dtype));
+  if (rows < 0 || cols < 0) throw py::value_error("rows and cols must be >= 0");
+  if (block < 1) throw py::value_error("block must be >= 1, got " + std::to_string(block));
+  if (first < 0 || first >= block)
+    throw py::value_error("first must lie in [0, block), got " + std::to_string(first));
+  if (address == 0 && rows > 0 && cols > 0) throw py::value_error("address is null");
+  const Matrix x{reinterpret_cast<const void*>(address), static_cast<DType>(dtype), rows, cols, row_stride, col_stride};
+  const Blocks blocks{by_rows ? Blocks::Axis::kRows : Blocks::Axis::kColumns, block, first};
+  const int64_t num_blocks = NumBlocks(x, blocks);
+  const bool fold = absmax.size() == 1 && num_blocks != 1;
+  CheckSize("sumsq", sumsq, num_blocks);
+  CheckSize("absmax", absmax, fold ? 1 : num_blocks);
+  CheckSize("bad", bad, fold ? 1 : num_blocks);
+  bool row_blocks = false;
+  if (row_sumsq) {
+    row_blocks = row_sumsq->ndim() == 2;
+    if (row_blocks && by_rows) throw py::value_error("row_sumsq per block goes with column blocks");
+    CheckSize("row_sumsq", *row_sumsq, row_blocks ? rows * num_blocks : rows);
+  }
+  const ReduceOutput out{sumsq.mutable_data(), absmax.mutable_data(), bad.mutable_data(), fold,
+                         DataOrNull(row_sumsq), row_blocks};
+  const Isa chosen = IsaOf(isa);
+  const py::gil_scoped_release release;
+  Reduce(x, blocks, out, num_threads, chosen);
+}
+
+}  // namespace
+
+void BindReduce(py::module_& m) {
+  m.attr("isa") = IsaName(ActiveIsa());
+  m.attr("best_isa") = IsaName(BestIsa());
+  m.def("reduce_into", &ReduceInto, py::arg("address"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
+        py::arg("row_stride"), py::arg("col_stride"), py::arg("sumsq").noconvert(), py::arg("absmax").noconvert(),
+        py::arg("bad").noconvert(), py::kw_only(), py::arg("block"), py::arg("first") = 0, py::arg("by_rows") = false,
+        py::arg("row_sumsq") = py::none(), py::arg("num_threads") = 1, py::arg("isa") = py::none());
+}
 
 }  // namespace pyscan

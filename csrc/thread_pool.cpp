@@ -1,0 +1,81 @@
+#include "thread_pool.h"
+
+#include <csignal>
+#include <system_error>
+#include <thread>
+
+namespace pyscan {
+namespace {
+
+std::atomic<ThreadPool*> instance{nullptr};
+
+// The threads of the parent do not exist in the child, and its locks may be held by them: leave that pool alone.
+void ForgetInChild() { instance.store(nullptr); }
+
+}  // namespace
+
+ThreadPool& ThreadPool::Instance() {
+  static const int registered = pthread_atfork(nullptr, nullptr, ForgetInChild);
+  (void)registered;
+  ThreadPool* pool = instance.load();
+  if (pool == nullptr) {
+    auto* fresh = new ThreadPool;
+    if (instance.compare_exchange_strong(pool, fresh)) return *fresh;
+    delete fresh;
+  }
+  return *pool;
+}
+
+// Signals belong to the host's threads: ours are born with all of them blocked.
+void ThreadPool::Grow(int num_helpers) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    for (; num_helpers_ < num_helpers; ++num_helpers_) std::thread([this] { Help(); }).detach();
+  } catch (const std::system_error&) {  // the process may have no more threads: fewer helpers, the same answer
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void ThreadPool::Help() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    work_.wait(lock, [this] { return tickets_ > 0; });
+    --tickets_;
+    ++num_active_;
+    const Task task = task_;
+    void* const context = context_;
+    const int64_t num_tasks = num_tasks_;
+    lock.unlock();
+    for (int64_t i; (i = next_.fetch_add(1)) < num_tasks;) task(context, i);
+    lock.lock();
+    if (--num_active_ == 0) helpers_out_.notify_one();
+  }
+}
+
+void ThreadPool::Run(int64_t num_tasks, int num_threads, Task task, void* context) {
+  const int num_helpers = int(num_tasks < num_threads ? num_tasks : num_threads) - 1;
+  std::unique_lock<std::mutex> busy(busy_, std::defer_lock);
+  if (num_helpers < 1 || !busy.try_lock()) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Grow(num_helpers);
+    task_ = task;
+    context_ = context;
+    num_tasks_ = num_tasks;
+    next_.store(0);
+    tickets_ = num_helpers;
+  }
+  for (int i = 0; i < num_helpers; ++i) work_.notify_one();
+  for (int64_t i; (i = next_.fetch_add(1)) < num_tasks;) task(context, i);
+  // Helpers that are still asleep have nothing left to do; those inside must leave before the context goes.
+  std::unique_lock<std::mutex> lock(mutex_);
+  tickets_ = 0;
+  helpers_out_.wait(lock, [this] { return num_active_ == 0; });
+}
+
+}  // namespace pyscan
