@@ -48,7 +48,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=["pyscan", "pyscan.kernels"],
     package_dir={"pyscan": "pyscan", "pyscan.kernels": "kernels"},
     package_data={"pyscan": ["py.typed", "_C.pyi"]},

@@ -5,6 +5,7 @@
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled core of pyscan: the reduction, and the writer of .mscan files.";
   m.attr("version") = PYSCAN_VERSION;
+  m.attr("compiler") = "C++ compiler " __VERSION__;
   pyscan::BindReduce(m);
   pyscan::BindWriter(m);
 }

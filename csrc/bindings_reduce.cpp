@@ -3,8 +3,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <string>
 #include <optional>
+#include <string>
 
 #include "bindings.h"
 #include "reduce.h"
@@ -32,8 +32,7 @@ void ReduceInto(uintptr_t address, int dtype, int64_t rows, int64_t cols, int64_
   if (dtype < 0 || dtype > 3) throw py::value_error("dtype must be 0 to 3, got " + std::to_string(dtype));
   if (rows < 0 || cols < 0) throw py::value_error("rows and cols must be >= 0");
   if (block < 1) throw py::value_error("block must be >= 1, got " + std::to_string(block));
-  if (first < 0 || first >= block)
-    throw py::value_error("first must lie in [0, block), got " + std::to_string(first));
+  if (first < 0 || first >= block) throw py::value_error("first must lie in [0, block), got " + std::to_string(first));
   if (address == 0 && rows > 0 && cols > 0) throw py::value_error("address is null");
   const Matrix x{reinterpret_cast<const void*>(address), static_cast<DType>(dtype), rows, cols, row_stride, col_stride};
   const Blocks blocks{by_rows ? Blocks::Axis::kRows : Blocks::Axis::kColumns, block, first};
@@ -48,8 +47,8 @@ void ReduceInto(uintptr_t address, int dtype, int64_t rows, int64_t cols, int64_
     if (row_blocks && by_rows) throw py::value_error("row_sumsq per block goes with column blocks");
     CheckSize("row_sumsq", *row_sumsq, row_blocks ? rows * num_blocks : rows);
   }
-  const ReduceOutput out{sumsq.mutable_data(), absmax.mutable_data(), bad.mutable_data(), fold,
-                         DataOrNull(row_sumsq), row_blocks};
+  const ReduceOutput out{
+      sumsq.mutable_data(), absmax.mutable_data(), bad.mutable_data(), fold, DataOrNull(row_sumsq), row_blocks};
   const Isa chosen = IsaOf(isa);
   const py::gil_scoped_release release;
   Reduce(x, blocks, out, num_threads, chosen);

@@ -35,7 +35,8 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Cuts Cut(const Matrix& x, const Blocks& blocks) {
   // One block is left free for the piece that begins inside a block.
-  const int64_t most_blocked = blocks.size > INT64_MAX / kMaxChunkBlocks ? INT64_MAX : (kMaxChunkBlocks - 1) * blocks.size;
+  const int64_t most_blocked =
+      blocks.size > INT64_MAX / kMaxChunkBlocks ? INT64_MAX : (kMaxChunkBlocks - 1) * blocks.size;
   const bool by_columns = blocks.axis == Blocks::Axis::kColumns;
   Cuts cuts;
   cuts.cols_each = std::min(x.cols, kChunkCols);
@@ -51,7 +52,8 @@ Cuts Cut(const Matrix& x, const Blocks& blocks) {
 // One call of Reduce: what the tasks share.
 class Job {
  public:
-  Job(const Matrix& x, const Blocks& blocks, const ReduceOutput& out, ReduceChunkFn reduce_chunk, std::vector<double>& scratch)
+  Job(const Matrix& x, const Blocks& blocks, const ReduceOutput& out, ReduceChunkFn reduce_chunk,
+      std::vector<double>& scratch)
       : x_(x), blocks_(blocks), out_(out), reduce_chunk_(reduce_chunk), cuts_(Cut(x, blocks)), scratch_(scratch) {
     scratch_.resize(3 * kMaxChunkBlocks * cuts_.num_row_cuts * cuts_.num_col_cuts);
   }
@@ -107,9 +109,12 @@ class Job {
 
 int64_t ElementBytes(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return 4;
-    case DType::kFloat64: return 8;
-    default: return 2;
+    case DType::kFloat32:
+      return 4;
+    case DType::kFloat64:
+      return 8;
+    default:
+      return 2;
   }
 }
 

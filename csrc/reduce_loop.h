@@ -1,11 +1,11 @@
-// The loops of the reduction, written once over GCC's vector types and compiled per instruction set. Each including file
-// sits in an anonymous namespace of its own: a function compiled with AVX flags must never be the copy that the linker
-// keeps for everyone.
+// The loops of the reduction, written once over GCC's vector types and compiled per instruction set. Each including
+// file sits in an anonymous namespace of its own: a function compiled with AVX flags must never be the copy that the
+// linker keeps for everyone.
 //
 // A tile of at most 8 rows x 64 columns is the unit. Its squares are summed in float32, its magnitudes compared as
 // integers: the bits of a float without its sign sort like its value, infinities and NaN above all finite ones, so one
-// maximum tells at once the largest magnitude, whether anything is not finite and whether float32 could hold the squares.
-// A tile that float32 cannot hold, or that has non-finite values, is read again in float64 (CarefulTile).
+// maximum tells at once the largest magnitude, whether anything is not finite and whether float32 could hold the
+// squares. A tile that float32 cannot hold, or that has non-finite values, is read again in float64 (CarefulTile).
 
 #include <algorithm>
 #include <cstring>
@@ -43,7 +43,8 @@ inline V Max(V a, V b) {
 
 inline D4 Widen(F8 v) {
 #if defined(__AVX2__)
-  return (D4)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) + (D4)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+  return (D4)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) +
+         (D4)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
 #else
   F4 low, high;
   std::memcpy(&low, &v, sizeof(low));
@@ -65,10 +66,10 @@ inline bool Any(Mask mask) {
 #endif
 }
 
-// Storage formats. Unit is what 16 neighbouring elements become: two vectors of floats, and their magnitudes as integers.
-// Tiles whose maximum is at or above kTooLarge or below kTooSmall (as bits) are read again in float64. With gradual
-// underflow the 512 squares of a tile together are off by less than 512 * 2^-150, which against a maximum of 2^-58 is
-// 2^-25; 512 squares of 2^59 stay below 2^128.
+// Storage formats. Unit is what 16 neighbouring elements become: two vectors of floats, and their magnitudes as
+// integers. Tiles whose maximum is at or above kTooLarge or below kTooSmall (as bits) are read again in float64. With
+// gradual underflow the 512 squares of a tile together are off by less than 512 * 2^-150, which against a maximum of
+// 2^-58 is 2^-25; 512 squares of 2^59 stay below 2^128.
 struct Float32 {
   using Bits = I8;
   static constexpr int64_t kBytes = 4;
@@ -93,7 +94,8 @@ struct Bfloat16 {
   static constexpr int64_t kBytes = 2;
   static constexpr int16_t kTooLarge = (127 + 59) << 7;
   static constexpr int16_t kTooSmall = (127 - 58) << 7;
-  // Even elements go to a, odd ones to b: the two halves of each 32-bit word are already where a float32 has its upper half.
+  // Even elements go to a, odd ones to b: the two halves of each 32-bit word are already where a float32 has its upper
+  // half.
   static void Unit(const char* p, F8& a, F8& b, Bits& magnitude) {
     const I8 word = Load<I8>(p);
     a = (F8)(word << 16);
@@ -128,7 +130,8 @@ struct Float16 {
     const double sign = bits & 0x8000 ? -1.0 : 1.0;
     const int exponent = bits >> 10 & 31;
     const int fraction = bits & 1023;
-    if (exponent == 31) return fraction ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
+    if (exponent == 31)
+      return fraction ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
     if (exponent == 0) return sign * fraction * 0x1p-24;
     return Float32::FromBits(int32_t((bits & 0x8000) << 16 | (exponent + 112) << 23 | fraction << 13));
   }
@@ -241,7 +244,8 @@ inline D4 SumRows(const char* p, int64_t row_bytes, int64_t rows, typename Forma
 }
 
 template <class Format, bool kPerRow, int kUnits>
-inline D4 SumUnits(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude, double* row_sumsq) {
+inline D4 SumUnits(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude,
+                   double* row_sumsq) {
   if constexpr (kPerRow) return SumRows<Format, kUnits>(p, row_bytes, rows, magnitude, row_sumsq);
   return SumColumns<Format, kUnits>(p, row_bytes, rows, magnitude);
 }
@@ -250,10 +254,14 @@ template <class Format, bool kPerRow>
 inline D4 SumTile(const char* p, int64_t row_bytes, int64_t rows, int64_t units, typename Format::Bits& magnitude,
                   double* row_sumsq) {
   switch (units) {
-    case 4: return SumUnits<Format, kPerRow, 4>(p, row_bytes, rows, magnitude, row_sumsq);
-    case 3: return SumUnits<Format, kPerRow, 3>(p, row_bytes, rows, magnitude, row_sumsq);
-    case 2: return SumUnits<Format, kPerRow, 2>(p, row_bytes, rows, magnitude, row_sumsq);
-    default: return SumUnits<Format, kPerRow, 1>(p, row_bytes, rows, magnitude, row_sumsq);
+    case 4:
+      return SumUnits<Format, kPerRow, 4>(p, row_bytes, rows, magnitude, row_sumsq);
+    case 3:
+      return SumUnits<Format, kPerRow, 3>(p, row_bytes, rows, magnitude, row_sumsq);
+    case 2:
+      return SumUnits<Format, kPerRow, 2>(p, row_bytes, rows, magnitude, row_sumsq);
+    default:
+      return SumUnits<Format, kPerRow, 1>(p, row_bytes, rows, magnitude, row_sumsq);
   }
 }
 
@@ -424,10 +432,14 @@ void ReduceFormat(const Matrix& x, const Blocks& blocks, const Chunk& chunk, con
 void ReduceChunk(const Matrix& x, const Blocks& blocks, const Chunk& chunk, const ReduceOutput& out) {
   const DefaultFloatingPoint guard;
   switch (x.dtype) {
-    case DType::kFloat32: return ReduceFormat<Float32>(x, blocks, chunk, out);
-    case DType::kBfloat16: return ReduceFormat<Bfloat16>(x, blocks, chunk, out);
-    case DType::kFloat16: return ReduceFormat<Float16>(x, blocks, chunk, out);
-    case DType::kFloat64: return ReduceFormat<Float64>(x, blocks, chunk, out);
+    case DType::kFloat32:
+      return ReduceFormat<Float32>(x, blocks, chunk, out);
+    case DType::kBfloat16:
+      return ReduceFormat<Bfloat16>(x, blocks, chunk, out);
+    case DType::kFloat16:
+      return ReduceFormat<Float16>(x, blocks, chunk, out);
+    case DType::kFloat64:
+      return ReduceFormat<Float64>(x, blocks, chunk, out);
   }
 }
 

@@ -26,9 +26,9 @@ class ThreadPool {
   void Grow(int num_helpers);
   void Help();
 
-  std::mutex busy_;                     // held by the caller that uses the pool
-  std::mutex mutex_;                    // guards all below but next_
-  std::condition_variable work_;        // a ticket is there
+  std::mutex busy_;                      // held by the caller that uses the pool
+  std::mutex mutex_;                     // guards all below but next_
+  std::condition_variable work_;         // a ticket is there
   std::condition_variable helpers_out_;  // num_active_ is zero
   int num_helpers_ = 0;
   int tickets_ = 0;     // helpers that may still join the current job

@@ -1,0 +1,58 @@
+# Every target makes what it needs: a virtual environment in .venv, the compiled core, the development tools.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt setup.py
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
+PYTEST := $(BIN)/pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test test-all bench lint format sanitize wheel clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch comes first and alone: what depends on it then takes the one that is there.
+$(VENV)/.tools: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q "$$(grep '^torch==' requirements-dev.txt)"
+	$(BIN)/pip install -q -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.tools $(SOURCES) pyproject.toml
+	$(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+build: $(VENV)/.built  ## Build the compiled core in place
+
+demo: build  ## Look at this machine and check the engine on it
+	$(BIN)/pyscan doctor
+
+test: build  ## The tests that take minutes in all; every benchmark runs once
+	$(PYTEST) -m "not slow"
+
+test-all: build wheel  ## Every promise, also those that take long to prove
+	$(PYTEST) -m slow
+	tests/check_wheel.sh
+
+bench: build  ## Benchmarks, with timing
+	$(PYTEST) benchmarks --benchmark-enable --benchmark-only -s
+
+lint: build  ## Style and types, nothing is changed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: build  ## Bring all files into the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+wheel: $(VENV)/.tools  ## Build a wheel into dist/
+	rm -rf dist
+	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .
+
+clean:  ## Remove what was built, but not .venv
+	rm -rf build dist *.egg-info pyscan/*.so $(VENV)/.built
