@@ -394,14 +394,17 @@ def test_the_instruction_set_can_be_forced(isa: str) -> None:
 
 FORK = """
 import os, torch, pyscan
+torch.set_num_threads(2)
 x = torch.ones(4000, 512)
-assert pyscan.reduce(x)[0].sum() == x.numel()      # the pool has threads now
+ok = lambda: pyscan.reduce(x)[0].sum() == x.numel()
+assert ok()                                        # the pool has a thread now
 pid = os.fork()
 if pid == 0:
-    ok = pyscan.reduce(x)[0].sum() == x.numel()    # and here it has none until this line
-    os._exit(0 if ok else 1)
+    alone = len(os.listdir("/proc/self/task")) == 1
+    right = ok()                                   # a pool of the child's own, with a thread of its own
+    os._exit(0 if alone and right and len(os.listdir("/proc/self/task")) == 2 else 1)
 assert os.waitpid(pid, 0)[1] == 0
-assert pyscan.reduce(x)[0].sum() == x.numel()
+assert ok()
 """
 
 
