@@ -3,11 +3,15 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "bindings.h"
 #include "reduce.h"
+#include "step_buffer.h"
 
 namespace py = pybind11;
 
@@ -54,9 +58,70 @@ void ReduceInto(uintptr_t address, int dtype, int64_t rows, int64_t cols, int64_
   Reduce(x, blocks, out, num_threads, chosen);
 }
 
+// What a hook hands over: nothing is checked twice on this path, the slots were checked when the buffer was made.
+Matrix MatrixOf(uintptr_t address, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride) {
+  return {reinterpret_cast<const void*>(address), static_cast<DType>(dtype), rows, cols, row_stride, col_stride};
+}
+
+// (block, first, by_rows, num_blocks, sumsq_cell, absmax_cell, bad_cell, is_gradient)
+using SlotTuple = std::tuple<int64_t, int64_t, bool, int64_t, int64_t, int64_t, int64_t, bool>;
+
+std::unique_ptr<StepBuffer> MakeStepBuffer(int64_t num_cells, const std::vector<SlotTuple>& tuples) {
+  std::vector<Slot> slots;
+  slots.reserve(tuples.size());
+  for (const auto& [block, first, by_rows, num_blocks, sumsq, absmax, bad, is_gradient] : tuples) {
+    if (block < 1 || first < 0 || first >= block) throw py::value_error("a slot has block < 1 or first outside it");
+    const Blocks blocks{by_rows ? Blocks::Axis::kRows : Blocks::Axis::kColumns, block, first};
+    slots.push_back({blocks, num_blocks, sumsq, absmax, bad, is_gradient});
+  }
+  return std::make_unique<StepBuffer>(num_cells, std::move(slots));
+}
+
+void BindStepBuffer(py::module_& m) {
+  const auto release = py::call_guard<py::gil_scoped_release>();
+  py::class_<StepBuffer>(m, "StepBuffer")
+      .def(py::init(&MakeStepBuffer), py::arg("num_cells"), py::arg("slots"))
+      .def_property_readonly("num_cells", &StepBuffer::num_cells)
+      .def_property_readonly("num_slots", &StepBuffer::num_slots)
+      .def(
+          "add",
+          [](StepBuffer& self, int64_t slot, uintptr_t address, int dtype, int64_t rows, int64_t cols,
+             int64_t row_stride, int64_t col_stride, int num_threads) {
+            self.Add(slot, MatrixOf(address, dtype, rows, cols, row_stride, col_stride), num_threads);
+          },
+          release)
+      .def("repeat", &StepBuffer::Repeat)
+      .def(
+          "set",
+          [](StepBuffer& self, int64_t slot, uintptr_t address, int dtype, int64_t rows, int64_t cols,
+             int64_t row_stride, int64_t col_stride, int num_threads) {
+            self.Set(slot, MatrixOf(address, dtype, rows, cols, row_stride, col_stride), num_threads);
+          },
+          release)
+      .def("add_ranges",
+           [](StepBuffer& self, int64_t first_slot, uintptr_t address, int dtype, int64_t rows, int64_t cols,
+              int64_t row_stride, int64_t col_stride, py::array_t<int32_t, py::array::c_style> ends, int num_threads) {
+             const Matrix x = MatrixOf(address, dtype, rows, cols, row_stride, col_stride);
+             const int32_t* data = ends.data();
+             const int64_t count = ends.size();
+             const py::gil_scoped_release free;
+             self.AddRanges(first_slot, x, data, count, num_threads);
+           })
+      .def("seen", &StepBuffer::Seen)
+      .def("forget", &StepBuffer::Forget)
+      .def(
+          "take",
+          [](StepBuffer& self, double grad_scale, Doubles row) {
+            CheckSize("row", row, self.num_cells());
+            self.Take(grad_scale, row.mutable_data());
+          },
+          py::arg("grad_scale"), py::arg("row").noconvert());
+}
+
 }  // namespace
 
 void BindReduce(py::module_& m) {
+  BindStepBuffer(m);
   m.attr("isa") = IsaName(ActiveIsa());
   m.attr("best_isa") = IsaName(BestIsa());
   m.def("reduce_into", &ReduceInto, py::arg("address"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),

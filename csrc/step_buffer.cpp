@@ -1,0 +1,129 @@
+#include "step_buffer.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace pyscan {
+
+StepBuffer::StepBuffer(int64_t num_cells, std::vector<Slot> slots)
+    : num_cells_(num_cells),
+      slots_(std::move(slots)),
+      row_(num_cells, 0.0),
+      bad_(num_cells, 0.0),
+      seen_(slots_.size(), 0) {
+  for (const Slot& slot : slots_) {
+    const bool inside = slot.sumsq_cell >= 0 && slot.num_blocks >= 0 &&
+                        slot.sumsq_cell + slot.num_blocks <= num_cells && slot.absmax_cell < num_cells &&
+                        slot.bad_cell < num_cells;
+    if (!inside) throw std::invalid_argument("a slot has cells outside the row of " + std::to_string(num_cells));
+  }
+}
+
+const Slot& StepBuffer::At(int64_t slot) const {
+  if (slot < 0 || slot >= num_slots()) throw std::invalid_argument("there is no slot " + std::to_string(slot));
+  return slots_[slot];
+}
+
+const StepBuffer::Sums& StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads) const {
+  const int64_t num_blocks = NumBlocks(x, slot.blocks);
+  if (num_blocks != slot.num_blocks)
+    throw std::invalid_argument("a matrix of " + std::to_string(num_blocks) + " blocks came for a slot of " +
+                                std::to_string(slot.num_blocks));
+  thread_local Sums sums;
+  for (std::vector<double>* values : {&sums.sumsq, &sums.absmax, &sums.bad}) values->assign(num_blocks, 0.0);
+  const ReduceOutput out{sums.sumsq.data(), sums.absmax.data(), sums.bad.data(), false, nullptr, false};
+  Reduce(x, slot.blocks, out, num_threads, ActiveIsa());
+  return sums;
+}
+
+void StepBuffer::Merge(int64_t index, const Sums& sums) {
+  const Slot& slot = slots_[index];
+  if (!seen_[index]) {
+    seen_[index] = 1;
+    std::fill_n(row_.begin() + slot.sumsq_cell, slot.num_blocks, 0.0);
+    std::fill_n(bad_.begin() + slot.sumsq_cell, slot.num_blocks, 0.0);
+    if (slot.absmax_cell >= 0) row_[slot.absmax_cell] = 0;
+  }
+  for (int64_t b = 0; b < slot.num_blocks; ++b) {
+    row_[slot.sumsq_cell + b] += sums.sumsq[b];
+    bad_[slot.sumsq_cell + b] += sums.bad[b];
+    if (slot.absmax_cell >= 0) row_[slot.absmax_cell] = std::max(row_[slot.absmax_cell], sums.absmax[b]);
+  }
+}
+
+void StepBuffer::Add(int64_t slot, const Matrix& x, int num_threads) {
+  const Sums& sums = Read(At(slot), x, num_threads);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Merge(slot, sums);
+  last_ = sums;
+}
+
+void StepBuffer::Repeat(int64_t slot) {
+  const Slot& wanted = At(slot);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (static_cast<int64_t>(last_.sumsq.size()) != wanted.num_blocks)
+    throw std::invalid_argument("the last input had another number of blocks than slot " + std::to_string(slot));
+  Merge(slot, last_);
+}
+
+void StepBuffer::Set(int64_t slot, const Matrix& x, int num_threads) {
+  const Sums& sums = Read(At(slot), x, num_threads);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  seen_[slot] = 0;
+  Merge(slot, sums);
+}
+
+void StepBuffer::AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges,
+                           int num_threads) {
+  At(first_slot);
+  if (num_ranges > 0) At(first_slot + num_ranges - 1);
+  int64_t begin = 0;
+  for (int64_t i = 0; i < num_ranges; ++i) {
+    const int64_t end = ends[i];
+    if (end < begin || end > x.rows)
+      throw std::invalid_argument("row ranges must lie in the matrix and ascend, got " + std::to_string(end));
+    if (end > begin) {
+      Matrix range = x;
+      range.data = static_cast<const char*>(x.data) + begin * x.row_stride * ElementBytes(x.dtype);
+      range.rows = end - begin;
+      const Sums& sums = Read(slots_[first_slot + i], range, num_threads);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      Merge(first_slot + i, sums);
+    }
+    begin = end;
+  }
+}
+
+bool StepBuffer::Seen(int64_t slot) const {
+  At(slot);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return seen_[slot] != 0;
+}
+
+void StepBuffer::Forget(int64_t slot) {
+  At(slot);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  seen_[slot] = 0;
+}
+
+void StepBuffer::Take(double grad_scale, double* row) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::fill(row, row + num_cells_, kAbsent);
+  for (int64_t i = 0; i < num_slots(); ++i) {
+    const Slot& slot = slots_[i];
+    if (!seen_[i]) continue;
+    const double scale = slot.is_gradient ? grad_scale : 1.0;
+    double num_bad = 0;
+    for (int64_t c = slot.sumsq_cell; c < slot.sumsq_cell + slot.num_blocks; ++c) {
+      num_bad += bad_[c];
+      row[c] = bad_[c] > 0 ? std::numeric_limits<double>::quiet_NaN() : row_[c] / (scale * scale);
+    }
+    if (slot.absmax_cell >= 0) row[slot.absmax_cell] = row_[slot.absmax_cell] / scale;
+    if (slot.bad_cell >= 0) row[slot.bad_cell] = num_bad;
+  }
+  std::fill(seen_.begin(), seen_.end(), 0);
+}
+
+}  // namespace pyscan

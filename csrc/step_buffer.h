@@ -1,0 +1,76 @@
+// One step's row of cells, and where each observation goes in it.
+//
+// A slot is what one observation of one site fills: a cell of sums of squares per block, one of maxima and one of
+// non-finite counts. A row is laid out by the caller, who says for every slot where its cells are.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "reduce.h"
+
+namespace pyscan {
+
+// What an absent cell holds: no sum of squares, maximum or count is negative.
+constexpr double kAbsent = -1.0;
+
+struct Slot {
+  Blocks blocks;
+  int64_t num_blocks;
+  int64_t sumsq_cell;   // first of num_blocks
+  int64_t absmax_cell;  // negative: not kept
+  int64_t bad_cell;     // negative: not kept
+  bool is_gradient;     // scaled with the loss
+};
+
+class StepBuffer {
+ public:
+  // Throws std::invalid_argument if a slot's cells lie outside the row.
+  StepBuffer(int64_t num_cells, std::vector<Slot> slots);
+
+  int64_t num_slots() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t num_cells() const { return num_cells_; }
+
+  // The functions below throw std::invalid_argument if the matrix has another number of blocks than the slot. They may
+  // be called from several threads; the matrix is read without a lock.
+
+  // Adds a matrix to a slot, and keeps the result for Repeat.
+  void Add(int64_t slot, const Matrix& x, int num_threads);
+  // Adds what this buffer's last Add found to another slot with the same blocks: the same input met another weight.
+  void Repeat(int64_t slot);
+  // Puts a matrix in the place of what the slot holds: a gradient is read again when it has changed.
+  void Set(int64_t slot, const Matrix& x, int num_threads);
+  // Row ranges of one matrix, one per slot: range i ends before row ends[i] and begins where the one before it ended.
+  // An empty range leaves its slot as it is.
+  void AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges, int num_threads);
+
+  bool Seen(int64_t slot) const;
+  // Makes the slot absent again.
+  void Forget(int64_t slot);
+
+  // Writes the finished row to `row`: absent slots as kAbsent, the sum of a block with non-finite values as NaN,
+  // gradients divided by `grad_scale`. Then forgets every slot.
+  void Take(double grad_scale, double* row);
+
+ private:
+  // Three values per block.
+  struct Sums {
+    std::vector<double> sumsq, absmax, bad;
+  };
+
+  const Slot& At(int64_t slot) const;
+  // The reduction of `x` as `slot` wants it, in memory of this thread that the next Read uses again.
+  const Sums& Read(const Slot& slot, const Matrix& x, int num_threads) const;
+  void Merge(int64_t slot, const Sums& sums);  // mutex_ held
+
+  const int64_t num_cells_;
+  const std::vector<Slot> slots_;
+  mutable std::mutex mutex_;  // guards all below
+  std::vector<double> row_;
+  std::vector<double> bad_;  // non-finite values per block, where row_ has its sum of squares
+  std::vector<char> seen_;
+  Sums last_;
+};
+
+}  // namespace pyscan
