@@ -96,6 +96,10 @@ def _nothing(*args: object) -> None:
     """What a hook becomes in a copy of the model: a copy is not scanned."""
 
 
+def _make_nothing() -> Callable[..., None]:
+    return _nothing
+
+
 class _Hook:
     def __init__(self, capture: FunctionalCapture, slots: list[Slot]) -> None:
         self._capture = capture
@@ -104,8 +108,8 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
-    def __reduce__(self) -> str:
-        return "_nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_nothing, ()
 
 
 class _Enter(_Hook):

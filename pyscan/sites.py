@@ -107,14 +107,20 @@ def _weights(model: nn.Module, coverage: dict[str, str]) -> Iterator[tuple[str, 
         if isinstance(module, nn.utils.parametrize.ParametrizationList):
             continue  # its own parameters are listed with the module they belong to
         first = first_names.setdefault(id(module), name)
+        _check_shapes(name, module)
         for weight in weights_of(module):
             full = _join(name, weight.path)
-            if is_lazy(weight.parameter):
-                raise ValueError(f"{full!r} of {type(module).__name__} has no shape yet: run one forward before attach")
             if first != name:
                 coverage[full] = f"scanned as {_join(first, weight.path)!r}"
                 continue
             yield full, weight, role_of(weight, module, name.rpartition(".")[2], ancestors), module
+
+
+def _check_shapes(name: str, module: nn.Module) -> None:
+    lazy = next((key for key, parameter in module._parameters.items() if is_lazy(parameter)), None)
+    if lazy is not None:
+        full = _join(name, lazy)
+        raise ValueError(f"{full!r} of {type(module).__name__} has no shape yet: run one forward before attach")
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

@@ -73,7 +73,7 @@ class Frame:
         else:
             return None
         if problem := _mismatch(known, x, weight, axis):
-            self._problems[known.slot.first] = f"{known.slot.name!r}: {problem}; its input is not recorded"
+            self._problems[known.slot.first] = f"{known.slot.name!r}: {problem}; {_REMEDY}"
             return None
         return _rows(known, x, weight, _argument(args, kwargs, 2, "offs")) if x.numel() else None
 
@@ -127,7 +127,7 @@ def _mismatch(known: _Known, x: Tensor, weight: Tensor, axis: int) -> str:
         return f"met along an axis of {weight.shape[axis]} features, found with {slot.num_features}"
     if whole is None or min(whole.shape[-2:]) == 1 or weight.stride(axis) == whole.stride(slot.in_axis - 2):
         return ""
-    return "met along its output axis"
+    return "met along the axis taken for its output"
 
 
 def _rows(known: _Known, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Use | None:
@@ -148,12 +148,14 @@ def _rows(known: _Known, x: Tensor, weight: Tensor, offsets: Tensor | None) -> U
 def _sorted_by_expert(x: Tensor, picks: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     rows = x.reshape(picks.numel(), -1, x.shape[-1])
     counts = torch.bincount(picks, minlength=num_experts) * rows.shape[1]
-    return rows[torch.argsort(picks)].flatten(0, 1), counts.cumsum(0, dtype=torch.int32)
+    return rows[torch.argsort(picks, stable=True)].flatten(0, 1), counts.cumsum(0, dtype=torch.int32)
 
 
 def _is_index(index: object) -> bool:
     return isinstance(index, Tensor) and index.ndim == 1 and not index.is_floating_point() and index.dtype != torch.bool
 
+
+_REMEDY = "its input is not recorded (a weight stored [in, out] needs `is_transposed = True` on its module)"
 
 # name of a torch function -> position of the first of its two factors
 MATMULS = {

@@ -195,9 +195,17 @@ def _other(weight: Weight, module: nn.Module) -> Role:
     if sum(1 for _ in module.modules()) > MAX_WATCHED_MODULES:
         reason = f"{type(module).__name__} is too large to be watched; move it to a module of its own"
         return replace(role, observe="none", reason=reason)
-    if (module_features := getattr(module, "in_features", None)) == weight.parameter.shape[0] != role.shape[1]:
-        return replace(role, shape=(role.shape[1], int(module_features)), in_axis=0)
+    if _is_in_out(module, role.shape):
+        return replace(role, shape=role.shape[::-1], in_axis=0)
     return role
+
+
+def _is_in_out(module: nn.Module, stored: tuple[int, int]) -> bool:
+    """Whether a module of the user's own says that its weight is stored [in, out]."""
+    if isinstance(says := getattr(module, "is_transposed", None), bool):
+        return says
+    only = sum(1 for _ in weights_of(module)) == 1
+    return only and getattr(module, "in_features", None) == stored[0] != stored[1]
 
 
 def _fused_experts(weight: Weight, module: nn.Module) -> Role:

@@ -130,7 +130,12 @@ class Attention(nn.Module):
 
 
 def _attention() -> Family:
-    batch = {"x": _noise(2, 5, 32), "memory": _noise(2, 5, 32) * 2, "keys": _noise(2, 6, 24), "values": _noise(2, 6, 40)}
+    batch = {
+        "x": _noise(2, 5, 32),
+        "memory": _noise(2, 5, 32) * 2,
+        "keys": _noise(2, 6, 24),
+        "values": _noise(2, 6, 40),
+    }
     return Family(Attention(), batch)
 
 
@@ -188,19 +193,29 @@ class OddOnes(nn.Module):
 
 
 class Mixer(nn.Module):
-    """A layer of the user's own: one weight stored [in, out], one met as `weight @ x`, one cast before use."""
+    """A layer of the user's own, called by keyword: one weight is met as `weight @ x`, one is cast before use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.in_features = 10
-        self.down = nn.Parameter(torch.randn(10, 7) / 3)
+        self.down = InOut(10, 7)
         self.across = nn.Parameter(torch.randn(9, 4) / 2)
         self.cast = nn.Parameter(torch.randn(10, 7, dtype=torch.float64) / 3)
 
     def forward(self, input: Tensor) -> Tensor:
-        h = torch.matmul(input, self.down)
-        h = (self.across @ h)[:, :4]
+        h = (self.across @ self.down(input))[:, :4]
         return nn.functional.linear(h, self.cast.to(torch.float32))
+
+
+class InOut(nn.Module):
+    """A layer of the user's own that stores its weight [in, out] and says so with `in_features`."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.kernel = nn.Parameter(torch.randn(in_features, out_features) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.kernel)
 
 
 def _llama() -> Family:
@@ -264,7 +279,10 @@ def _deepseek() -> dict[str, Any]:
 
 
 _OSS = {"layer_types": ["full_attention", "sliding_attention"]}
-_EXPERT_LORA = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+_EXPERT_LORA = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 
 FAMILIES: dict[str, Callable[[], Family]] = {
     "llama": _llama,
