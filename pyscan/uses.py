@@ -1,0 +1,175 @@
+"""Tell which weight a matrix product uses and which rows it meets.
+
+Receives the weights of one running module and the calls made in it, by name and arguments, and hands on uses: (site, x,
+offsets). A weight is known by identity, as a view of it, or as a copy that was followed (a cast, or experts gathered by
+index). Pure bookkeeping: who calls it, and when, is decided in functional.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+Use = tuple[int, Tensor, Tensor | None]
+Sink = Callable[[int, Tensor, Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter of an owner and the sites it holds: site `first`, or `first` + e for its expert e."""
+
+    first: int
+    name: str
+    holder: nn.Module
+    attribute: str
+    in_axis: int
+    num_features: int
+    num_experts: int | None
+
+    def tensor(self) -> Tensor | None:
+        """The weight as the module will read it now: it may have been replaced, unsharded or given an adapter."""
+        holder, attribute = self.holder, self.attribute
+        parameter = holder._parameters.get(attribute)
+        # Reading a parametrised weight may change its state, unless its value is kept for the whole forward anyway.
+        if parameter is None and parametrize._cache_enabled and parametrize.is_parametrized(holder, attribute):
+            return getattr(holder, attribute)  # type: ignore[no-any-return]
+        return parameter
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A tensor whose last two axes are those of the slot's weight; `picks` are the experts its first axis runs over."""
+
+    tensor: Callable[[], Tensor | None]
+    slot: Slot
+    expert: int | None = None
+    picks: Tensor | None = None
+
+
+class Frame:
+    """The weights of one module during one forward of it."""
+
+    def __init__(self, slots: list[Slot], problems: dict[int, str]) -> None:
+        self._problems = problems
+        self._known: dict[int, _Known] = {}
+        for slot in slots:
+            if (tensor := slot.tensor()) is not None:
+                self._known[id(tensor)] = _Known(weakref.ref(tensor), slot)
+
+    def use(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
+        """The use that a call of the matrix product `name` makes of a weight; None when it uses none of ours."""
+        first, second = _operands(name, args, kwargs)
+        transposed = name == "linear"  # its second operand is [out, in]
+        if (known := self._find(second)) is not None:
+            x, weight, axis = first, second, -1 if transposed else -2
+        elif not transposed and (known := self._find(first)) is not None:
+            x, weight, axis = second.mT if second.ndim > 1 else second, first, -1
+        else:
+            return None
+        if problem := _mismatch(known, x, weight, axis):
+            self._problems[known.slot.first] = f"{known.slot.name!r}: {problem}; {_REMEDY}"
+            return None
+        return _rows(known, x, weight, _argument(args, kwargs, 2, "offs")) if x.numel() else None
+
+    def follow(self, name: str, args: tuple[Any, ...], out: object) -> None:
+        """Remember `out` if the call made a copy of a weight: a cast, or the experts chosen by an index."""
+        if not args or not isinstance(out, Tensor) or out is args[0]:
+            return
+        source = self._find(args[0])
+        if source is None or out._base is source.tensor():
+            return
+        picks = source.picks
+        if name in _GATHERS:
+            index = args[-1]
+            if source.slot.num_experts is None or picks is not None or not _is_index(index):
+                return
+            picks = index
+        self._known[id(out)] = _Known(weakref.ref(out), source.slot, source.expert, picks)
+
+    def _find(self, tensor: object) -> _Known | None:
+        if not isinstance(tensor, Tensor):
+            return None
+        known = self._known.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
+            return known
+        base = tensor._base
+        if base is None or (known := self._known.get(id(base))) is None or known.tensor() is not base:
+            return None
+        if base.ndim == 3 and tensor.ndim == 2 and known.slot.num_experts is not None and known.picks is None:
+            expert = (tensor.storage_offset() - base.storage_offset()) // base.stride(0)
+            return _Known(known.tensor, known.slot, expert)
+        return known
+
+
+def _operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    skip = MATMULS[name]
+    first = _argument(args, kwargs, skip, "input", "mat1", "batch1", "mat_a", "self")
+    second = _argument(args, kwargs, skip + 1, "weight", "other", "mat2", "batch2", "mat_b")
+    return (second, first) if name == "__rmatmul__" else (first, second)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str) -> Any:
+    if position < len(args):
+        return args[position]
+    return next((kwargs[name] for name in names if name in kwargs), None)
+
+
+def _mismatch(known: _Known, x: Tensor, weight: Tensor, axis: int) -> str:
+    """Why the product does not run over the input axis the site was found with; empty when it does."""
+    slot, whole = known.slot, known.tensor()
+    if weight.shape[axis] != slot.num_features or x.shape[-1] != slot.num_features:
+        return f"met along an axis of {weight.shape[axis]} features, found with {slot.num_features}"
+    if whole is None or min(whole.shape[-2:]) == 1 or weight.stride(axis) == whole.stride(slot.in_axis - 2):
+        return ""
+    return "met along the axis taken for its output"
+
+
+def _rows(known: _Known, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Use | None:
+    slot = known.slot
+    if slot.num_experts is None:
+        return slot.first, x, None
+    if known.expert is not None:
+        return slot.first + known.expert, x, None
+    if isinstance(offsets, Tensor):
+        return slot.first, x, offsets
+    if known.picks is not None:
+        return slot.first, *_sorted_by_expert(x.detach(), known.picks, slot.num_experts)
+    rows = x.detach().reshape(slot.num_experts, -1, x.shape[-1])  # a batched product: one matrix of rows per expert
+    ends = torch.arange(1, slot.num_experts + 1, dtype=torch.int32, device=x.device) * rows.shape[1]
+    return slot.first, rows.flatten(0, 1), ends
+
+
+def _sorted_by_expert(x: Tensor, picks: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    rows = x.reshape(picks.numel(), -1, x.shape[-1])
+    counts = torch.bincount(picks, minlength=num_experts) * rows.shape[1]
+    return rows[torch.argsort(picks, stable=True)].flatten(0, 1), counts.cumsum(0, dtype=torch.int32)
+
+
+def _is_index(index: object) -> bool:
+    return isinstance(index, Tensor) and index.ndim == 1 and not index.is_floating_point() and index.dtype != torch.bool
+
+
+_REMEDY = "its input is not recorded (a weight stored [in, out] needs `is_transposed = True` on its module)"
+
+# name of a torch function -> position of the first of its two factors
+MATMULS = {
+    "linear": 0,
+    "matmul": 0,
+    "__matmul__": 0,
+    "__rmatmul__": 0,
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "baddbmm": 1,
+    "_grouped_mm": 0,
+    "grouped_mm": 0,
+    "grouped_mm_fallback": 0,
+}
+_GATHERS = {"__getitem__", "index_select"}
+COPIES = {*_GATHERS, "to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous"}
