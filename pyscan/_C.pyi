@@ -2,7 +2,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Buffer
 
 version: str
 
@@ -26,7 +25,7 @@ class Writer:
         self,
         step: int,
         time_ns: int,
-        cells: Buffer,
+        cells: NDArray[np.float64],
         *,
         tokens: int | None = None,
         loss: float | None = None,

@@ -110,10 +110,9 @@ class Writer:
         )
         return accepted or self._refused()
 
-    def event(self, kind: str, *, step: int | None = None, site: str | None = None, **fields: Any) -> bool:
-        """Append an event; the step is that of the newest row unless given."""
-        event = {"kind": kind, "step": step, "site": site, **fields}
-        return self._writer.event(encode_json(event)) or self._refused()
+    def event(self, kind: str, step: int, *, site: str | None = None, **fields: Any) -> bool:
+        """Append an event."""
+        return self._writer.event(encode_json({"kind": kind, "step": step, "site": site, **fields})) or self._refused()
 
     def tokens(self, step: int, payload: bytes) -> bool:
         """Append the tokens frame of a step; FORMAT.md gives the bytes."""
