@@ -51,7 +51,6 @@ def test_codes_match_the_formula_for_every_length(isa: str, transform: str, coun
 def test_special_values_keep_their_meaning_at_every_lane(isa: str, transform: str) -> None:
     cases = {
         0.0: -32768,
-        -0.0: -32768,
         -1.0: -32767,
         -math.inf: -32767,
         -5e-324: -32767,
@@ -63,9 +62,9 @@ def test_special_values_keep_their_meaning_at_every_lane(isa: str, transform: st
         1.7976931348623157e308: MAX_CODE,
     }
     for shift in range(8):
-        values = np.concatenate([np.ones(shift), list(cases), np.ones(5)])
+        values = np.concatenate([np.ones(shift), list(cases), [-0.0], np.ones(5)])
         codes = _C.pack(values, "log2q8", transform, isa)
-        assert codes[shift:-5].tolist() == list(cases.values())
+        assert codes[shift:-5].tolist() == [*cases.values(), -32768]
         assert not codes[:shift].any()
         assert not codes[-5:].any()
 

@@ -747,7 +747,7 @@ def test_many_threads_may_write_and_every_accepted_row_is_there(tmp_path: Path) 
             thread.join()
         assert writer.rows_accepted + writer.rows_dropped == 1200
     decoded = dec.decode(path)
-    assert sorted(decoded.steps) == sorted(sum(accepted, []))
+    assert sorted(decoded.steps) == sorted(step for steps in accepted for step in steps)
     assert sum(event["kind"] == "note" for event in decoded.events) == 24
     check_cells(decoded, schema)
 
