@@ -1,0 +1,206 @@
+"""Rows of cells into an `.mscan` file.
+
+Takes the schema of FORMAT.md as a dict and one float64 array per step; the compiled writer packs and writes them on a
+thread of its own. The first error of the disk becomes one warning, after which every call is cheap and does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyscan import _C
+
+Schema = Mapping[str, Any]
+Layout = list[tuple[str, str, int]]
+
+SKIPPED = 1  # row flags of FORMAT.md that the caller decides about
+AFTER_CLIP = 2
+
+_CELLS_OF = {"block": "blocks", "row_block": "row_blocks"}
+
+
+def encode_json(value: Mapping[str, Any]) -> bytes:
+    """One line of UTF-8, the same bytes for the same value. NaN and infinity are refused: they are not JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def layout_of(schema: Schema) -> Layout:
+    """Codec, transform and number of cells of each channel, in the order of a row."""
+    layout: Layout = []
+    for channel in schema["channels"]:
+        per = channel["per"]
+        if per not in ("block", "row_block", "site"):
+            raise ValueError(f"per must be block, row_block or site, got {per!r} in channel {channel['name']!r}")
+        key = _CELLS_OF.get(per)
+        num_cells = len(schema["sites"]) if key is None else sum(site.get(key, 0) for site in schema["sites"])
+        layout.append((channel["codec"], channel["transform"], num_cells))
+    return layout
+
+
+class Writer:
+    """Writes one file; `write` may be called from the training thread at every step."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        schema: Schema,
+        *,
+        run_id: bytes | None = None,
+        resume: bool = False,
+        flush_seconds: float = 2.0,
+        fsync: str = "close",
+        queue_rows: int = 16,
+    ) -> None:
+        self.path = Path(path)
+        self._warn_lock = threading.Lock()
+        self._warned = False
+        previous = _previous_schema(self.path, schema) if resume else None
+        self._writer = _C.Writer(
+            os.fspath(self.path),
+            encode_json(schema),
+            layout_of(schema),
+            secrets.token_bytes(16) if run_id is None else run_id,
+            flush_seconds=flush_seconds,
+            fsync=fsync,
+            queue_rows=queue_rows,
+            resume=resume,
+            previous_layout=[] if previous is None else layout_of(previous),
+        )
+        # The process may end without close(); the thread must not outlive the interpreter with rows in its queue.
+        self._at_exit = _close_at_exit(self)
+
+    def write(
+        self,
+        step: int,
+        cells: NDArray[np.float64],
+        *,
+        time_ns: int | None = None,
+        tokens: int | None = None,
+        loss: float | None = None,
+        lr: float | None = None,
+        grad_scale: float | None = None,
+        total_norm: float | None = None,
+        flags: int = 0,
+    ) -> bool:
+        """Hand over a row. False if it was dropped (the disk is too slow) or the writer is off."""
+        accepted = self._writer.write(
+            step,
+            time.time_ns() if time_ns is None else time_ns,
+            cells,
+            tokens=tokens,
+            loss=loss,
+            lr=lr,
+            grad_scale=grad_scale,
+            total_norm=total_norm,
+            flags=flags,
+        )
+        return accepted or self._refused()
+
+    def event(self, kind: str, step: int, *, site: str | None = None, **fields: Any) -> bool:
+        """Append an event."""
+        return self._writer.event(encode_json({"kind": kind, "step": step, "site": site, **fields})) or self._refused()
+
+    def tokens(self, step: int, payload: bytes) -> bool:
+        """Append the tokens frame of a step; FORMAT.md gives the bytes."""
+        return self._writer.tokens(step, payload) or self._refused()
+
+    def change_schema(self, schema: Schema) -> bool:
+        """Close the rows so far; the rows that follow have the cells of the new schema."""
+        return self._writer.schema(encode_json(schema), layout_of(schema)) or self._refused()
+
+    def flush(self, *, wait: bool = True) -> bool:
+        """Bring every row handed over so far into a file, where a kill does not reach it."""
+        return self._writer.flush(wait) or self._refused()
+
+    def close(self) -> None:
+        """Write what is left and the index. Closing twice is allowed."""
+        atexit.unregister(self._at_exit)
+        self._writer.close()
+        self._refused()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def rows_accepted(self) -> int:
+        return self._writer.rows_accepted
+
+    @property
+    def rows_flushed(self) -> int:
+        """Rows of this writer that are in a file."""
+        return self._writer.rows_flushed
+
+    @property
+    def rows_dropped(self) -> int:
+        return self._writer.rows_dropped
+
+    @property
+    def last_step(self) -> int:
+        """Step of the newest row the file held when it was opened; 0 if there was none."""
+        return self._writer.last_step
+
+    @property
+    def run_id(self) -> bytes:
+        return self._writer.run_id
+
+    @property
+    def error(self) -> str | None:
+        """The first error, which turned the writer off."""
+        return self._writer.error
+
+    def _refused(self) -> bool:
+        """Warn about the first error, once; always False."""
+        with self._warn_lock:
+            error = None if self._warned else self._writer.error
+            self._warned = self._warned or error is not None
+        if error is not None:
+            warnings.warn(
+                f"pyscan stopped recording: {error}. Training goes on; rows already written stay readable.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return False
+
+
+def _previous_schema(path: Path, schema: Schema) -> dict[str, Any] | None:
+    encoded = _C.last_schema(os.fspath(path))
+    if not encoded:
+        return None
+    previous: dict[str, Any] = json.loads(encoded)
+    if previous.get("model") != schema.get("model"):
+        raise ValueError(
+            f"{path} holds a scan of the model {previous.get('model')!r}, got {schema.get('model')!r}; "
+            "choose another path, or resume with the same model"
+        )
+    return previous
+
+
+def _close_at_exit(writer: Writer) -> Any:
+    """Register a close that does not keep the writer alive; returns what to unregister."""
+    reference = weakref.ref(writer)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    return atexit.register(close)
