@@ -26,12 +26,17 @@ const Slot& StepBuffer::At(int64_t slot) const {
   return slots_[slot];
 }
 
+StepBuffer::Sums& StepBuffer::Last() {
+  thread_local Sums sums;
+  return sums;
+}
+
 const StepBuffer::Sums& StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads) const {
   const int64_t num_blocks = NumBlocks(x, slot.blocks);
   if (num_blocks != slot.num_blocks)
     throw std::invalid_argument("a matrix of " + std::to_string(num_blocks) + " blocks came for a slot of " +
                                 std::to_string(slot.num_blocks));
-  thread_local Sums sums;
+  Sums& sums = Last();
   for (std::vector<double>* values : {&sums.sumsq, &sums.absmax, &sums.bad}) values->assign(num_blocks, 0.0);
   const ReduceOutput out{sums.sumsq.data(), sums.absmax.data(), sums.bad.data(), false, nullptr, false};
   Reduce(x, slot.blocks, out, num_threads, ActiveIsa());
@@ -57,15 +62,15 @@ void StepBuffer::Add(int64_t slot, const Matrix& x, int num_threads) {
   const Sums& sums = Read(At(slot), x, num_threads);
   const std::lock_guard<std::mutex> lock(mutex_);
   Merge(slot, sums);
-  last_ = sums;
 }
 
 void StepBuffer::Repeat(int64_t slot) {
   const Slot& wanted = At(slot);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (static_cast<int64_t>(last_.sumsq.size()) != wanted.num_blocks)
+  const Sums& last = Last();
+  if (static_cast<int64_t>(last.sumsq.size()) != wanted.num_blocks)
     throw std::invalid_argument("the last input had another number of blocks than slot " + std::to_string(slot));
-  Merge(slot, last_);
+  Merge(slot, last);
 }
 
 void StepBuffer::Set(int64_t slot, const Matrix& x, int num_threads) {

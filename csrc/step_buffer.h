@@ -35,9 +35,10 @@ class StepBuffer {
   // The functions below throw std::invalid_argument if the matrix has another number of blocks than the slot. They may
   // be called from several threads; the matrix is read without a lock.
 
-  // Adds a matrix to a slot, and keeps the result for Repeat.
+  // Adds a matrix to a slot.
   void Add(int64_t slot, const Matrix& x, int num_threads);
-  // Adds what this buffer's last Add found to another slot with the same blocks: the same input met another weight.
+  // Adds what the last read of this thread found, in whichever buffer, to a slot with the same blocks: the same input
+  // met another weight.
   void Repeat(int64_t slot);
   // Puts a matrix in the place of what the slot holds: a gradient is read again when it has changed.
   void Set(int64_t slot, const Matrix& x, int num_threads);
@@ -60,7 +61,8 @@ class StepBuffer {
   };
 
   const Slot& At(int64_t slot) const;
-  // The reduction of `x` as `slot` wants it, in memory of this thread that the next Read uses again.
+  // The reduction of `x` as `slot` wants it, in memory of this thread that the next read uses again.
+  static Sums& Last();
   const Sums& Read(const Slot& slot, const Matrix& x, int num_threads) const;
   void Merge(int64_t slot, const Sums& sums);  // mutex_ held
 
@@ -70,7 +72,6 @@ class StepBuffer {
   std::vector<double> row_;
   std::vector<double> bad_;  // non-finite values per block, where row_ has its sum of squares
   std::vector<char> seen_;
-  Sums last_;
 };
 
 }  // namespace pyscan

@@ -9,7 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["ABSENT", "Run", "ScanError", "ScanFormatError", "__version__", "is_absent", "open", "reduce"]
+__all__ = [
+    "ABSENT",
+    "Run",
+    "ScanError",
+    "ScanFormatError",
+    "Scanner",
+    "__version__",
+    "attach",
+    "is_absent",
+    "open",
+    "reduce",
+]
 
 # public name -> the module that defines it, imported at first use
 _HOMES = {
@@ -17,6 +28,8 @@ _HOMES = {
     "Run": "pyscan.run",
     "ScanError": "pyscan.errors",
     "ScanFormatError": "pyscan.errors",
+    "Scanner": "pyscan.scanner",
+    "attach": "pyscan.scanner",
     "is_absent": "pyscan.codecs",
     "open": "pyscan.reader",
     "reduce": "pyscan.engine",
@@ -28,6 +41,7 @@ if TYPE_CHECKING:
     from pyscan.errors import ScanError, ScanFormatError
     from pyscan.reader import open
     from pyscan.run import Run
+    from pyscan.scanner import Scanner, attach
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,137 @@
+"""The row of one step: every observation of a site goes to its cells, in the order of the file.
+
+Receives tensors with the slot they belong to, has the engine add them up where they are, and hands on one float64 row
+per step. Here the CPU engine; another engine offers the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pyscan import _C
+from pyscan.engine import DTYPES
+from pyscan.schema import Channel, Layout, Schema, SiteInfo
+from pyscan.sites import Site
+
+ROWS = "grad_out"
+CHANNELS = (
+    Channel("act", per="block"),
+    Channel("grad", per="block"),
+    Channel(ROWS, per="row_block"),
+    Channel("act_max", per="site", transform="plain", op="max"),
+    Channel("grad_max", per="site", transform="plain", op="max"),
+    Channel("act_bad", per="site", transform="plain", op="add"),
+    Channel("grad_bad", per="site", transform="plain", op="add"),
+)
+
+
+def channels(rows: bool) -> tuple[Channel, ...]:
+    """What is recorded of a site; `rows` adds the gradient per block of output rows."""
+    return CHANNELS if rows else tuple(channel for channel in CHANNELS if channel.name != ROWS)
+
+
+def site_info(site: Site) -> SiteInfo:
+    """A site as the file describes it."""
+    return SiteInfo(
+        name=site.name,
+        kind=site.kind,
+        shape=site.shape,
+        dtype=site.dtype,
+        num_blocks=site.num_blocks,
+        num_row_blocks=site.num_row_blocks,
+        tied_to=site.tied_to,
+    )
+
+
+class StepBuffer:
+    """Slots for the input and for the gradient of every site. Site i has input slot i."""
+
+    def __init__(self, sites: Sequence[Site], schema: Schema) -> None:
+        self.layout = Layout(schema)
+        self._firsts = np.concatenate([[0], np.cumsum(self.layout.num_cells)]).tolist()
+        self._num_sites = len(sites)
+        self._in_axes = [site.in_axis for site in sites]
+        self._has_rows = ROWS in self.layout.channel_index
+        self.num_threads = torch.get_num_threads()
+        slots = [self._slot(i, site, "act") for i, site in enumerate(sites)]
+        slots += [self._slot(i, site, "grad") for i, site in enumerate(sites)]
+        if self._has_rows:
+            slots += [self._slot(i, site, ROWS) for i, site in enumerate(sites)]
+        self._native = _C.StepBuffer(self._firsts[-1], slots)
+        self._tied = [
+            (i, self.layout.site_index[site.tied_to]) for i, site in enumerate(sites) if site.tied_to is not None
+        ]
+
+    @property
+    def num_cells(self) -> int:
+        return self._native.num_cells
+
+    def cells(self, channel: str, site: int) -> slice:
+        """Where the site's cells of a channel stand in a row."""
+        index = self.layout.channel_index[channel]
+        begin, end = self.layout.cells(index, site)
+        return slice(self._firsts[index] + begin, self._firsts[index] + end)
+
+    def _slot(self, index: int, site: Site, channel: str) -> _C.SlotTuple:
+        cells = self.cells(channel, index)
+        length = site.shape[0] if channel == ROWS else site.shape[1]
+        block = self.layout.schema.block
+        single = site.num_row_blocks if channel == ROWS else site.num_blocks
+        width = block if block and single == -(-length // block) else max(length, 1)
+        axis = 1 if channel == "act" else site.in_axis
+        by_rows = axis == 0 if channel != ROWS else axis == 1
+        pass_name = "act" if channel == "act" else "grad"
+        absmax, bad = (
+            (-1, -1) if channel == ROWS else (self.cells(f"{pass_name}_{x}", index).start for x in ("max", "bad"))
+        )
+        return width, 0, by_rows, cells.stop - cells.start, cells.start, absmax, bad, pass_name == "grad"
+
+    def add_input(self, site: int, x: torch.Tensor) -> None:
+        """Add the rows of x, whose last dimension is the site's input."""
+        self._native.add(site, *_matrix(x), self.num_threads)
+
+    def repeat_input(self, site: int) -> None:
+        """Add what the last `add_input` of this thread found: the same tensor met another weight."""
+        self._native.repeat(site)
+
+    def add_ranges(self, site: int, x: torch.Tensor, ends: torch.Tensor) -> None:
+        """Add row ranges of x to sites site, site + 1, ...; range e ends before row ends[e]."""
+        self._native.add_ranges(site, *_matrix(x), ends.to(torch.int32).numpy(), self.num_threads)
+
+    def set_grad(self, site: int, grad: torch.Tensor) -> None:
+        """Take the matrix `grad` for the site's gradient, in the place of what was there."""
+        matrix = _matrix(grad)
+        self._native.set(self._num_sites + site, *matrix, self.num_threads)
+        if self._has_rows:
+            self._native.set(2 * self._num_sites + site, *matrix, self.num_threads)
+
+    def has_grad(self, site: int) -> bool:
+        return self._native.seen(self._num_sites + site)
+
+    def take(self, grad_scale: float) -> NDArray[np.float64]:
+        """The finished row, gradients divided by `grad_scale`; absent cells are negative. The buffer starts anew."""
+        row = np.empty(self.num_cells)
+        self._native.take(grad_scale, row)
+        for site, source in self._tied:
+            for channel in ("grad", "grad_max", "grad_bad", *([ROWS] if self._has_rows else [])):
+                row[self.cells(channel, site)] = row[self.cells(channel, source)]
+        return row
+
+
+def _matrix(x: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """(address, dtype, rows, cols, row stride, column stride) of x with its leading dimensions flattened."""
+    dtype = DTYPES.get(x.dtype)
+    if dtype is None:
+        x = x.float()
+        dtype = 0
+    cols = x.shape[-1]
+    if x.is_contiguous():
+        return x.data_ptr(), dtype, x.numel() // cols if cols else 0, cols, cols, 1
+    if x.ndim != 2:
+        x = x.reshape(-1, cols)
+    row_stride, col_stride = x.stride()
+    return x.data_ptr(), dtype, x.shape[0], cols, row_stride, col_stride

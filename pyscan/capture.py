@@ -1,0 +1,106 @@
+"""What a hook delivers: which tensor counts, and whether now.
+
+Receives module inputs, looked-up rows and functional uses as they happen, and hands those of a grad-enabled forward to
+the step buffer, once each: not again when gradient checkpointing computes them a second time, and with one read where
+several weights meet the same tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyscan.accumulate import StepBuffer
+
+_is_grad_enabled = torch.is_grad_enabled
+_graph_task = torch._C._current_graph_task_id
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_tracing = torch._C._get_tracing_state
+
+
+class Capture:
+    """Decides about each input of one scanner's sites."""
+
+    def __init__(self, buffer: StepBuffer, num_sites: int) -> None:
+        self.active = True  # this step is scanned
+        self.mask: Tensor | None = None  # of the forward that runs: rows to count
+        self._buffer = buffer
+        self._direct = bytearray(num_sites)  # sites that were ever recorded outside a backward
+        # The last input, kept alive so that its id is not given to another tensor: (thread, tensor, version).
+        self._last: tuple[int, Tensor | None, int] = (0, None, 0)
+
+    def input(self, site: int, x: Any) -> None:
+        """`x` is about to meet the weight of `site`."""
+        if not self.active or not _is_grad_enabled() or self._is_recompute(site):
+            return
+        thread = threading.get_ident()
+        last_thread, last, version = self._last
+        if x is last and thread == last_thread and x._version == version:
+            self._buffer.repeat_input(site)
+            return
+        plain = _plain(x)
+        if plain is None:
+            return
+        self._buffer.add_input(site, self._masked(plain))
+        self._last = thread, x, x._version
+
+    def rows(self, site: int, x: Any, ends: Tensor | None) -> None:
+        """Rows of `x` met `site`, or with `ends` range e of them met site + e."""
+        if not self.active or not _is_grad_enabled() or self._is_recompute(site):
+            return
+        plain = _plain(x)
+        if plain is None:
+            return
+        self.forget()
+        if ends is None:
+            self._buffer.add_input(site, self._masked(plain))
+        else:
+            self._buffer.add_ranges(site, plain, ends)
+
+    def lookup(self, site: int, x: Any) -> None:
+        """`x` is what an embedding looked up."""
+        self.rows(site, x, None)
+
+    def forget(self) -> None:
+        """Let go of the last input: the forward is over, or the engine's memory of it is."""
+        self._last = (0, None, 0)
+
+    def _is_recompute(self, site: int) -> bool:
+        """Whether this input was recorded before. Inside a backward, checkpointing runs a forward again: for the second
+        time if the first had gradients enabled (then it saves tensors through hooks), else for the first that counts."""
+        if _graph_task() == -1:
+            self._direct[site] = 1
+            return _is_tracing() is not None
+        return bool(self._direct[site]) and _saved_tensor_hooks(False) is not None
+
+    def _masked(self, x: Tensor) -> Tensor:
+        mask = self.mask
+        if mask is None or x.ndim <= mask.ndim or x.shape[: mask.ndim] != mask.shape:
+            return x
+        return x[mask]
+
+
+def _plain(x: Any) -> Tensor | None:
+    """The tensor to read, or None where there is nothing to read: fake and meta tensors, tensors inside a transform."""
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        x = x.detach()
+    elif isinstance(x, Tensor):
+        x = _local(x)
+    else:
+        return None
+    if x is None or x.is_meta or not x.is_floating_point() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    return x
+
+
+def _local(x: Tensor) -> Tensor | None:
+    """What a tensor subclass holds on this rank."""
+    if hasattr(x, "to_local"):
+        local: Tensor = x.detach().to_local()
+        return local
+    if isinstance(x, torch._subclasses.FakeTensor):
+        return None
+    return x.detach()

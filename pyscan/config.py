@@ -1,0 +1,37 @@
+"""The settings of a scan, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """What `pyscan.attach` takes, as it takes it."""
+
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    block: int = 64
+    rows: bool = False
+    every: int = 1
+    mask: str | None = None
+    budget: float | None = None
+    resume: bool = False
+    metadata: Mapping[str, Any] | None = None
+    on_event: Callable[[Event], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("block", 0), ("every", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
+        if self.budget is not None and not 0 < self.budget < 1:
+            raise ValueError(f"budget is a share of the step time and must lie between 0 and 1, got {self.budget!r}")
+        if self.mask is not None and not isinstance(self.mask, str):
+            raise TypeError(f"mask names a keyword of the model's forward, got {type(self.mask).__name__}")
+        if self.on_event is not None and not callable(self.on_event):
+            raise TypeError(f"on_event must be callable, got {type(self.on_event).__name__}")

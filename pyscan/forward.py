@@ -1,0 +1,78 @@
+"""The model's forward as a whole: which rows count, how many tokens there are, and what loss came out.
+
+Receives the calls of the outermost module and hands on, per step, the mean loss and the number of tokens of its
+grad-enabled forwards; during a forward, the mask named by the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyscan.gradients import make_nothing, nothing
+
+
+class ForwardWatch:
+    """Hooks on the model itself. `on_begin(mask)` and `on_end()` must not raise."""
+
+    def __init__(
+        self, model: nn.Module, mask: str | None, on_begin: Callable[[Tensor | None], None], on_end: Callable[[], None]
+    ) -> None:
+        self._mask = mask
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._losses: list[Tensor] = []
+        self._num_tokens: int | None = None
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._after)),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> tuple[float | None, int | None]:
+        """Mean loss and number of tokens since the last call; None where the model does not say."""
+        losses, self._losses = self._losses, []
+        tokens, self._num_tokens = self._num_tokens, None
+        return (sum(float(loss) for loss in losses) / len(losses) if losses else None), tokens
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        mask = kwargs.get(self._mask) if self._mask else None
+        mask = mask.bool() if isinstance(mask, Tensor) else None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor) and ids.ndim >= 1 and not ids.is_floating_point():
+            count = int(mask.sum()) if mask is not None and mask.shape == ids.shape else ids.numel()
+            self._num_tokens = (self._num_tokens or 0) + count
+        self._on_begin(mask)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+        self._on_end()
+
+
+class _Hook:
+    """Calls a method of the watch; in copies of the model, nothing; while the model is compiled, nothing either."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self._call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return make_nothing, ()

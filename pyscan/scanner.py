@@ -1,0 +1,426 @@
+"""The scanner: finds the sites of a model, watches them, and writes one row per optimizer step.
+
+`attach` puts the parts together: sites say what there is, hooks and functional deliver inputs, capture decides about
+them, gradients reads what the backward left, the step buffer adds it all up, and the writer takes the finished row.
+After `attach` has returned nothing here stops a training run: the first error turns the scanner off and warns once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+import pyscan
+from pyscan import hooks
+from pyscan.accumulate import StepBuffer, channels, site_info
+from pyscan.budget import Budget
+from pyscan.capture import Capture
+from pyscan.config import Event, ScanConfig
+from pyscan.forward import ForwardWatch
+from pyscan.functional import FunctionalCapture
+from pyscan.gradients import GradientReader
+from pyscan.latest import Row, param_stats
+from pyscan.schema import Schema
+from pyscan.sites import Inventory, find_sites
+from pyscan.steps import StepWatch, unwrap_all
+from pyscan.upkeep import ModelState
+from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
+
+_clock = time.perf_counter
+
+
+def attach(
+    model: nn.Module,
+    path: str | Path | None = None,
+    *,
+    optimizer: Any = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    block: int = 64,
+    rows: bool = False,
+    every: int = 1,
+    mask: str | None = None,
+    budget: float | None = None,
+    resume: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Scanner:
+    """Scan every weight of `model` at every step, into the file `path` (None: into memory, as `scan.rows`).
+
+    optimizer   one or several; a row closes at the step of the last one. Without it the loop calls `scan.step()`.
+    include, exclude   regular expressions searched for in parameter names
+    block       input features per cell; 0: one cell per weight
+    rows        also record the gradient per block of output rows (channel `grad_out`)
+    every       scan steps whose number is a multiple of this
+    mask        forward keyword, for instance "attention_mask": rows where it is 0 do not count
+    budget      share of the step time the scanner may take, for instance 0.01; raises `every` until it holds
+    resume      continue an existing file
+    on_event    called with each event (a dict) as it happens
+    """
+    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    return Scanner(model, path, unwrap_all(optimizer), config)
+
+
+class Scanner:
+    """One scan of one model; made by `attach`."""
+
+    def __init__(
+        self, model: nn.Module, path: str | Path | None, optimizers: list[torch.optim.Optimizer], config: ScanConfig
+    ) -> None:
+        self.config = config
+        self.events: list[Event] = []
+        self.rows: list[Row] = []  # every finished row, when there is no file
+        self._model = model
+        self._off = False
+        self._paused = 0
+        self._latest: Row | None = None
+        self._endings: list[Callable[[], None]] = []
+        self._spent = 0.0  # seconds in hooks since the last row
+        self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
+        self._late_unscaled = False
+        self._budget = Budget(config.every, config.budget)
+        self._inventory = self._find()
+        self._refuse_second_scan()
+        self.schema = self._schema()
+        self.path = None if path is None else rank_path(Path(path))
+        self._writer = None if self.path is None else Writer(self.path, json.loads(self.schema.to_json()), resume=config.resume)
+        self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
+        self._watch_sites()
+        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
+        self._row_start = _clock()
+        self._announce()
+
+    # What users call
+
+    def step(self, *, loss: float | None = None, tokens: int | None = None, step: int | None = None) -> None:
+        """Close the row of this step; for loops that give `attach` no optimizer, or number their steps themselves."""
+        if step is not None and step < 0:
+            raise ValueError(f"step must be >= 0, got {step}")
+        with self._safely():
+            if step is not None:
+                self._renumber(step)
+            self._late += self._gradients.read_rest()
+            self._close_row(None, False, loss=loss, tokens=tokens)
+
+    def latest(self) -> dict[str, Any]:
+        """The newest finished row: step, token_count and, per site, activation and gradient norm and their blocks."""
+        if self._latest is None:
+            return {"step": None, "seq_id": None, "token_count": None, "param_stats": {}}
+        row = self._latest
+        stats = param_stats(self.buffer, row.cells)
+        return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
+
+    def coverage(self) -> dict[str, str]:
+        """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
+        return dict(self._inventory.coverage)
+
+    @property
+    def overhead(self) -> float:
+        """The share of step time the scanner measured itself taking."""
+        return self._budget.overhead
+
+    @property
+    def every(self) -> int:
+        """One row every so many steps; a budget may have raised it."""
+        return self._budget.every
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside; steps taken meanwhile have no rows."""
+        self._paused += 1
+        self._set_active()
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self._set_active()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to continue this scan."""
+        run_id = self._writer.run_id.hex() if self._writer else None
+        return {"step": self._step - 1, "path": None if self.path is None else str(self.path), "run_id": run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the step of a checkpoint; later rows of the abandoned timeline are void."""
+        self._renumber(int(state["step"]) + 1)
+
+    def close(self) -> None:
+        """Take all hooks away and finish the file. Closing twice is allowed."""
+        self._off = True
+        self._steps.remove()
+        self._unwatch_sites()
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Scanner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Putting the parts together
+
+    def _find(self) -> Inventory:
+        config = self.config
+        return find_sites(
+            self._model, include=config.include, exclude=config.exclude, block=config.block, rows=config.rows
+        )
+
+    def _refuse_second_scan(self) -> None:
+        if any(hooks.is_watched(site.module) for site in self._inventory.sites):
+            raise ValueError("this model is being scanned already: close that scan first")
+
+    def _schema(self) -> Schema:
+        name = getattr(getattr(self._model, "config", None), "_name_or_path", None)
+        rank, world = _rank_and_world()
+        return Schema(
+            model=name or type(_bare(self._model)).__name__,
+            channels=channels(self.config.rows),
+            sites=tuple(map(site_info, self._inventory.sites)),
+            block=self.config.block,
+            every=self._budget.every,
+            rank=rank,
+            world=world,
+            versions={"pyscan": pyscan.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            metadata=dict(self.config.metadata) if self.config.metadata else None,
+        )
+
+    def _watch_sites(self) -> None:
+        sites = self._inventory.sites
+        self.buffer = StepBuffer(sites, self.schema)
+        self._capture = Capture(self.buffer, len(sites))
+        for index, site in enumerate(sites):
+            if site.observe == "module_input":
+                see = self._guard(self._capture.input, index)
+                self._endings.append(hooks.watch_input(site.module, see, self._compiled(see)))
+            elif site.observe == "lookup":
+                see = self._guard(self._capture.lookup, index)
+                self._endings.append(hooks.watch_output(site.module, see, self._compiled(see)))
+        functional = FunctionalCapture(sites, self._guarded_rows, on_error=self._fail)
+        self._endings.append(functional.remove)
+        self._gradients = GradientReader(
+            sites, self.buffer, early=not _is_distributed(), on_read=self._capture.forget, on_error=self._fail
+        )
+        self._endings.append(self._gradients.remove)
+        self._forward = ForwardWatch(self._model, self.config.mask, self._forward_begins, self._capture.forget)
+        self._endings.append(self._forward.remove)
+        self._state = ModelState(self._model, sites)
+        self._set_active()
+        _forget_compiled_code()
+
+    def _unwatch_sites(self) -> None:
+        for end in self._endings:
+            end()
+        self._endings.clear()
+
+    def _announce(self) -> None:
+        sites = self._inventory.sites
+        self._event("attached", cells=self.buffer.num_cells, bytes_per_step=2 * self.buffer.num_cells, sites=len(sites))
+        for site in sites:
+            if site.note and not site.expert:
+                self._event("note", site=site.name, text=site.note)
+
+    # Called from hooks
+
+    def _guard(self, call: Callable[[int, Any], None], index: int) -> Callable[[Any], None]:
+        def see(x: Any) -> None:
+            start = _clock()
+            try:
+                call(index, x)
+            except Exception as error:
+                self._fail(error)
+            self._spent += _clock() - start
+
+        return see
+
+    def _compiled(self, see: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Inside a compiled region gradients are off, whatever they were when it was traced with them on."""
+
+        def see_compiled(x: Any) -> None:
+            with torch.enable_grad():
+                see(x)
+
+        return see_compiled
+
+    def _guarded_rows(self, index: int, x: Any, ends: torch.Tensor | None) -> None:
+        start = _clock()
+        self._capture.rows(index, x, ends)
+        self._spent += _clock() - start
+
+    def _forward_begins(self, mask: torch.Tensor | None) -> None:
+        self._capture.mask = mask
+
+    def _step_begins(self, unscaled: bool) -> None:
+        with self._safely():
+            if self._capture.active and (late := self._gradients.read_rest()):
+                self._late += late
+                self._late_unscaled = unscaled
+
+    def _step_ends(self, scale: float | None, skipped: bool) -> None:
+        with self._safely():
+            self._close_row(scale, skipped)
+
+    # The row
+
+    def _close_row(
+        self, scale: float | None, skipped: bool, *, loss: float | None = None, tokens: int | None = None
+    ) -> None:
+        start = _clock()
+        seen_loss, seen_tokens = self._forward.take()
+        if self._capture.active:
+            cells = self.buffer.take(scale or 1.0)
+            row = Row(
+                step=self._step,
+                cells=self._undo_scale(cells, scale),
+                tokens=seen_tokens if tokens is None else tokens,
+                loss=seen_loss if loss is None else loss,
+                lr=self._steps.learning_rate(),
+                grad_scale=scale,
+                flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
+            )
+            self._keep(row)
+        self._gradients.next_step()
+        self._late = []
+        self._capture.forget()
+        if self._state.changed():
+            self._follow_model()
+        self.buffer.num_threads = torch.get_num_threads()
+        self._step += 1
+        self._measure(start)
+        self._set_active()
+
+    def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
+        """Gradients that were read after the scaler had unscaled them must not be divided again."""
+        if scale is not None and self._late_unscaled:
+            for site in self._late:
+                cells[self.buffer.cells("grad", site)] *= scale * scale
+                cells[self.buffer.cells("grad_max", site)] *= scale
+        return cells
+
+    def _keep(self, row: Row) -> None:
+        self._latest = row
+        if self._writer is None:
+            self.rows.append(row)
+            return
+        self._writer.write(
+            row.step,
+            row.cells,
+            tokens=row.tokens,
+            loss=row.loss,
+            lr=row.lr,
+            grad_scale=row.grad_scale,
+            flags=row.flags,
+        )
+
+    def _measure(self, start: float) -> None:
+        now = _clock()
+        change = self._budget.step(self._spent + now - start, now - self._row_start, self._capture.active)
+        self._spent, self._row_start = 0.0, now
+        if change is not None:
+            self._event("every", site=None, **change)
+
+    def _renumber(self, step: int) -> None:
+        self._step = step
+        self._set_active()
+
+    def _set_active(self) -> None:
+        active = not self._off and not self._paused and self._step % self._budget.every == 0
+        self._capture.active = self._gradients.active = active
+
+    def _follow_model(self) -> None:
+        """The model has changed: find its sites again and go on with a new schema."""
+        old = {site.name for site in self._inventory.sites}
+        self._unwatch_sites()
+        self._inventory = self._find()
+        self.schema = self._schema()
+        self._watch_sites()
+        if self._writer is not None:
+            self._writer.change_schema(json.loads(self.schema.to_json()))
+        new = {site.name for site in self._inventory.sites}
+        self._event("model_changed", added=sorted(new - old), removed=sorted(old - new))
+
+    # Events and errors
+
+    def _event(self, kind: str, *, site: str | None = None, **fields: Any) -> None:
+        event = {"kind": kind, "step": self._step, "site": site, **fields}
+        self.events.append(event)
+        if self._writer is not None:
+            self._writer.event(kind, self._step, site=site, **fields)
+        if self.config.on_event is not None:
+            with self._safely():
+                self.config.on_event(event)
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        if self._off:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Turn off and say so, once. Hooks are taken away later: this may run inside one."""
+        if self._off:
+            return
+        self._off = True
+        self._set_active()
+        text = f"pyscan turned itself off at step {self._step}: {type(error).__name__}: {error}. Training goes on."
+        with contextlib.suppress(Exception):
+            self._event("off", text=text)
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        except Warning:  # warnings are errors here, and errors are not ours to raise
+            print(text, file=sys.stderr)
+
+
+def rank_path(path: Path) -> Path:
+    """Where this process writes: beside `path`, with its rank in the name, when there are several."""
+    rank, world = _rank_and_world()
+    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
+
+
+def _is_distributed() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_distributed() else (0, 1)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper of torch.compile or data parallelism."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return _bare(inner)
+    return model
+
+
+def _forget_compiled_code() -> None:
+    """Code that was compiled before these hooks existed does not run them: let it be compiled again."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]["total"]:
+        dynamo.reset()

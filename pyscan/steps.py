@@ -1,0 +1,135 @@
+"""When a step ends: after the optimizer's step, or when the GradScaler has decided to skip it.
+
+Receives the optimizers of a run and calls back before the first of them steps (gradients are still there, but may
+be clipped) and after the last one has: with the loss scale in use and whether the step was skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+OptimizerLike = Any  # an Optimizer, or a wrapper with one in `.optimizer`
+
+
+class StepWatch:
+    """Follows the optimizers of one scanner. `on_begin(unscaled)` and `on_end(scale, skipped)` must not raise."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        on_begin: Callable[[bool], None],
+        on_end: Callable[[float | None, bool], None],
+    ) -> None:
+        self.optimizers = optimizers
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._scale: float | None = None
+        self._in_scaler = False
+        self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
+        self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
+        _watches.add(self)
+        _wrap_scalers()
+
+    def remove(self) -> None:
+        _watches.discard(self)
+        for handle in self._handles:
+            handle.remove()
+
+    def learning_rate(self) -> float | None:
+        groups = self.optimizers[0].param_groups if self.optimizers else []
+        rate = groups[0].get("lr") if groups else None
+        if isinstance(rate, torch.Tensor):
+            return float(rate) if rate.device.type == "cpu" else None
+        return rate
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A closure has its own backward inside the step: whatever is in .grad now is stale.
+        has_closure = any(callable(a) for a in args) or callable(kwargs.get("closure"))
+        if not has_closure:
+            # A fused optimizer is given the scale and unscales by itself.
+            self._on_begin(self._in_scaler and getattr(optimizer, "grad_scale", None) is None)
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer is self.optimizers[-1] and not self._in_scaler:
+            self._on_end(None, False)
+
+    def scaler_begins(self, scaler: GradScaler) -> None:
+        self._in_scaler = True
+        self._scale = scaler.get_scale() if scaler.is_enabled() else None
+
+    def scaler_ends(self, optimizer: Optimizer, skipped: bool) -> None:
+        self._in_scaler = False
+        if optimizer is self.optimizers[-1]:
+            self._on_end(self._scale, skipped)
+
+    def scaler_failed(self) -> None:
+        self._in_scaler = False
+
+
+def unwrap(optimizer: OptimizerLike) -> Optimizer:
+    """The torch optimizer inside what trainers wrap around it."""
+    inner = _inner(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(optimizer).__name__}; "
+            "without one, call scan.step() in the loop"
+        )
+    return inner
+
+
+def _inner(optimizer: OptimizerLike) -> Any:
+    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def unwrap_all(optimizer: OptimizerLike | Iterable[OptimizerLike] | None) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Optimizer) or hasattr(optimizer, "optimizer"):
+        return [unwrap(optimizer)]
+    if not isinstance(optimizer, Iterable):
+        return [unwrap(optimizer)]  # raises with the remedy
+    return [unwrap(one) for one in optimizer]
+
+
+_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+
+def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether the scaler saw a non-finite gradient; its own record of the step, kept until update()."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(value) for value in found.values())
+
+
+def _wrap_scalers() -> None:
+    """A skipped step calls no optimizer hook, so the scaler's own step is watched; once for the process."""
+    if getattr(GradScaler.step, "_pyscan", False):
+        return
+    original = GradScaler.step
+
+    @functools.wraps(original)
+    def step(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = _inner(optimizer)
+        watches = [watch for watch in list(_watches) if self.is_enabled() and inner in watch.optimizers]
+        for watch in watches:
+            watch.scaler_begins(self)
+        try:
+            result = original(self, optimizer, *args, **kwargs)
+        except BaseException:
+            for watch in watches:
+                watch.scaler_failed()
+            raise
+        for watch in watches:
+            watch.scaler_ends(inner, _found_inf(self, optimizer))
+        return result
+
+    step._pyscan = True  # type: ignore[attr-defined]
+    GradScaler.step = step  # type: ignore[method-assign]

@@ -1,0 +1,42 @@
+"""Notice that a model is no longer the one that was attached to.
+
+Receives the sites once and says, step by step, whether a watched module was replaced, a parameter exchanged, frozen or
+unfrozen: resize_token_embeddings, adapters added later, load_state_dict(assign=True).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pyscan.sites import Site
+
+
+class ModelState:
+    """Where every site's module and parameter were found."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
+        holders = {id(site.holder): site.holder for site in sites}
+        # (children of the parent, key, module) for every module that holds a weight
+        self._places = [
+            (parent._modules, key, child)
+            for parent in model.modules()
+            for key, child in parent._modules.items()
+            if id(child) in holders
+        ]
+        named = {(id(site.holder), site.attribute): site for site in sites if site.parameter is not None}
+        self._parameters = [
+            (site.holder._parameters, site.attribute, site.parameter, site.trainable)
+            for site in named.values()
+            if site.parameter is not None and site.attribute in site.holder._parameters
+        ]
+
+    def changed(self) -> bool:
+        for modules, key, module in self._places:
+            if modules.get(key) is not module:
+                return True
+        for parameters, name, parameter, trainable in self._parameters:
+            if parameters.get(name) is not parameter or parameter.requires_grad != trainable:
+                return True
+        return False
