@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyscan import functional, uses
+from pyscan import intercept, uses
 from pyscan.functional import FunctionalCapture
 from pyscan.sites import Site, find_sites
 
@@ -117,7 +117,7 @@ def nothing_left() -> Any:
     before = F.linear, torch._grouped_mm, torch._C._len_torch_function_stack()
     yield
     assert (F.linear, torch._grouped_mm, torch._C._len_torch_function_stack()) == before
-    assert functional._running() == []
+    assert intercept.listeners() == []
 
 
 IMPLEMENTATIONS = ["mixtral-grouped_mm", "mixtral-batched_mm", "mixtral-eager", "gpt_oss-eager", "attention", "mamba"]
@@ -153,7 +153,7 @@ def test_an_exception_in_the_forward_leaves_nothing_behind(name: str) -> None:
         handle = register(fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             family.loss()
-        assert functional._running() == []
+        assert intercept.listeners() == []
         handle.remove()
     attached.seen.clear()
     family.loss().backward()
@@ -227,7 +227,7 @@ def test_the_recompute_of_a_checkpoint_is_seen_in_the_backward(name: str, reentr
     once = len(attached.seen)
     attached.seen.clear()
     in_backward: list[bool] = []
-    attached.capture._sink = lambda *use: in_backward.append(torch._C._current_graph_task_id() != -1)
+    attached.capture.sink = lambda *use: in_backward.append(torch._C._current_graph_task_id() != -1)
     if name == "attention":
         batch = {key: value.requires_grad_() for key, value in family.batch.items()}
         checkpoint(lambda *values: family.model(*values), *batch.values(), use_reentrant=reentrant).backward()
@@ -351,33 +351,33 @@ def test_a_module_that_says_how_it_stores_its_weight_is_believed(num_out: int) -
 
 
 def _shift_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uses._rows
+    real = uses._rows_of_experts
 
-    def rows(known: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
-        site, x, ends = real(known, x, weight, offsets)
+    def rows(known: Any, x: Tensor, offsets: Tensor | None) -> Any:
+        site, x, ends = real(known, x, offsets)
         return site, x, None if ends is None else (ends + 1).clamp(max=len(x))
 
-    monkeypatch.setattr(uses, "_rows", rows)
+    monkeypatch.setattr(uses, "_rows_of_experts", rows)
 
 
 def _neighbour_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uses._rows
+    real = uses._rows_of_experts
 
-    def rows(known: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
-        site, x, ends = real(known, x, weight, offsets)
+    def rows(known: Any, x: Tensor, offsets: Tensor | None) -> Any:
+        site, x, ends = real(known, x, offsets)
         return (site ^ 1 if known.expert is not None else site), x, ends
 
-    monkeypatch.setattr(uses, "_rows", rows)
+    monkeypatch.setattr(uses, "_rows_of_experts", rows)
 
 
 def _reversed_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uses._rows
+    real = uses.Frame.use
 
-    def rows(*args: Any) -> Any:
-        site, x, ends = real(*args)
-        return site, x.flip(-1), ends
+    def use(*args: Any) -> Any:
+        found = real(*args)
+        return found and (found[0], found[1].flip(-1), found[2])
 
-    monkeypatch.setattr(uses, "_rows", rows)
+    monkeypatch.setattr(uses.Frame, "use", use)
 
 
 def _miss_views(monkeypatch: pytest.MonkeyPatch) -> None:
