@@ -79,7 +79,7 @@ class _Owner:
 
     def implementation(self) -> str | None:
         config = self.module.__dict__.get("config")  # a failing getattr on a module costs 5 us
-        return getattr(config, "_experts_implementation", None)
+        return None if self.is_attention else getattr(config, "_experts_implementation", None)
 
 
 def _owners(sites: Sequence[Site]) -> list[_Owner]:

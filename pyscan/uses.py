@@ -130,7 +130,7 @@ class Frame:
             return None
         if base.ndim == 3 and tensor.ndim == 2 and known.slot.num_experts is not None and known.picks is None:
             expert = (tensor.storage_offset() - base.storage_offset()) // base.stride(0)
-            return known._replace(expert=expert)
+            return _Known(known.tensor, known.slot, expert, None, known.is_copy)
         return known
 
 
