@@ -1,28 +1,22 @@
 """See the inputs of weights that no module call shows: attention projections, fused experts, `weight @ x`.
 
-Receives the sites with observe="functional" and hands each use of one to a sink, while the module that consumes it runs
-with gradients enabled. Attention and grouped experts are seen by replacing one torch function for that time, everything
-else by a TorchFunctionMode. Nothing is replaced while no such module runs, and no result is ever changed.
+Receives the sites with observe="functional" and hands each use of one to a sink while the module that consumes it (its
+owner) runs with gradients enabled. How an owner calls torch is learned from its first forward; intercept.py does the
+listening, uses.py tells which weight a call uses.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from pyscan.intercept import PATCHES, Args, Kwargs, listen, listeners, unlisten
 from pyscan.sites import Site
-from pyscan.uses import COPIES, MATMULS, Frame, Sink, Slot
-
-# Before 2.11 transformers may take another way than torch._grouped_mm on a CPU, which only the mode sees.
-_GROUPED_IS_SURE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+from pyscan.uses import Frame, Sink, Slot
 
 
 class FunctionalCapture:
@@ -35,61 +29,134 @@ class FunctionalCapture:
 
     def __init__(self, sites: Sequence[Site], sink: Sink, *, on_error: Callable[[Exception], None]) -> None:
         self.problems: dict[int, str] = {}
-        self._sink = sink
+        self.active = True
+        self.sink = sink
         self._on_error = on_error
-        self._active = True
+        self._owners = _owners(sites)
         self._handles = []
-        for module, slots in _owners(sites).items():
-            self._handles.append(module.register_forward_pre_hook(_Enter(self, slots)))
-            self._handles.append(module.register_forward_hook(_Leave(self, slots), always_call=True))
+        for owner in self._owners:
+            self._handles.append(owner.module.register_forward_pre_hook(_Enter(self, owner)))
+            self._handles.append(owner.module.register_forward_hook(_Leave(self, owner), always_call=True))
 
     def remove(self) -> None:
         """Take the hooks away, and leave what this thread may be in the middle of."""
-        self._active = False
+        self.active = False
         for handle in self._handles:
             handle.remove()
-        for running in [r for r in _running() if r.capture is self]:
-            running.end()
+        for owner in self._owners:
+            self.leave(owner)
 
-    def enter(self, module: nn.Module, slots: list[Slot]) -> None:
-        # A module found running has been cut by a KeyboardInterrupt, which runs no forward hooks.
-        self.leave(module)
-        if self._active and torch.is_grad_enabled():
-            _Running(self, module, Frame(slots, self.problems)).begin()
+    def enter(self, owner: _Owner) -> None:
+        if listeners():
+            self.leave(owner)  # what still runs was cut by a KeyboardInterrupt, which skips the forward hooks
+        if self.active and torch.is_grad_enabled():
+            forward = owner.idle.pop() if owner.idle else _Forward(self, owner)
+            forward.begin()
 
-    def leave(self, module: nn.Module) -> None:
-        for running in [r for r in _running() if r.capture is self and r.module is module]:
-            running.end()
+    def leave(self, owner: _Owner) -> None:
+        forward = next((f for f in listeners() if f.owner is owner), None)
+        if isinstance(forward, _Forward):
+            forward.end()
 
-    def see(self, frame: Frame, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._active or not torch.is_grad_enabled():
-            return
-        try:
-            use = frame.use(name, args, kwargs)
-            if use is not None:
-                self._sink(*use)
-        except Exception as error:
-            self._active = False
-            self._on_error(error)
-
-    def follow(self, frame: Frame, name: str, args: tuple[Any, ...], out: object) -> None:
-        try:
-            frame.follow(name, args, out)
-        except Exception as error:
-            self._active = False
-            self._on_error(error)
+    def fail(self, error: Exception) -> None:
+        self.active = False
+        self._on_error(error)
 
 
-def _owners(sites: Sequence[Site]) -> dict[nn.Module, list[Slot]]:
-    owners: dict[nn.Module, list[Slot]] = {}
+class _Owner:
+    """A module that consumes weights, and what is known of the way it calls torch.
+
+    `learned` maps the implementation its experts run in to the patch through which all its products go, or to "".
+    Inside nn.MultiheadAttention no mode sees anything, and F.linear is all there is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.slots: list[Slot] = []
+        self.is_attention = isinstance(module, nn.MultiheadAttention)
+        self.learned: dict[str | None, str] = {None: "linear"} if self.is_attention else {}
+        self.idle: list[_Forward] = []  # finished ones, used again: as many as ran at the same time
+
+    def implementation(self) -> str | None:
+        config = self.module.__dict__.get("config")  # a failing getattr on a module costs 5 us
+        return None if self.is_attention else getattr(config, "_experts_implementation", None)
+
+
+def _owners(sites: Sequence[Site]) -> list[_Owner]:
+    owners: dict[nn.Module, _Owner] = {}
     for index, site in enumerate(sites):
         if site.observe != "functional" or site.expert:  # the first expert stands for its parameter
             continue
         others = itertools.takewhile(lambda s: s.expert, itertools.islice(sites, index + 1, None))
         num_experts = None if site.expert is None else 1 + sum(1 for _ in others)
         slot = Slot(index, site.name, site.holder, site.attribute, site.in_axis, site.shape[1], num_experts)
-        owners.setdefault(site.module, []).append(slot)
-    return owners
+        owners.setdefault(site.module, _Owner(site.module)).slots.append(slot)
+    return list(owners.values())
+
+
+class _Forward:
+    """One forward of an owner on one thread. While it learns it hears every call twice, and takes the watch's word."""
+
+    def __init__(self, capture: FunctionalCapture, owner: _Owner) -> None:
+        self.owner = owner
+        self.patches: tuple[str, ...] = ()
+        self.watches = False
+        self._capture = capture
+        self._frame = Frame(owner.slots, capture.problems)
+
+    def begin(self) -> None:
+        self._implementation = self.owner.implementation()
+        route = self.owner.learned.get(self._implementation)
+        self._learns = route is None
+        self.watches = not route
+        self.patches = tuple(PATCHES) if route is None else (route,) if route else ()
+        self._num_uses = 0
+        self._num_patched: dict[str, int] = {}
+        self._frame.refresh()
+        listen(self)
+
+    def patched(self, name: str, args: Args, kwargs: Kwargs) -> None:
+        self._heard(name, args, kwargs, counts_only=self._learns)
+
+    def watched(self, name: str, args: Args, kwargs: Kwargs) -> None:
+        self._heard(name, args, kwargs, counts_only=False)
+
+    def _heard(self, name: str, args: Args, kwargs: Kwargs, counts_only: bool) -> None:
+        """Runs in the middle of a forward, where nothing may be raised."""
+        capture = self._capture
+        if not capture.active or not torch.is_grad_enabled():
+            return
+        try:
+            use = self._frame.use(name, args, kwargs)
+            if use is None:
+                return
+            if counts_only:
+                self._num_patched[name] = self._num_patched.get(name, 0) + 1
+            else:
+                self._num_uses += 1
+                capture.sink(*use)
+        except Exception as error:
+            capture.fail(error)
+
+    def copied(self, name: str, args: Args, out: object) -> None:
+        try:
+            self._frame.follow(name, args, out)
+        except Exception as error:
+            self._capture.fail(error)
+
+    def end(self) -> None:
+        unlisten(self)
+        owner = self.owner
+        if self._learns and self._num_uses:
+            owner.learned[self._implementation] = self._sole_patch()
+        elif self._num_uses == 0 and not owner.is_attention:
+            owner.learned.pop(self._implementation, None)  # it may have begun to call torch in another way
+        owner.idle.append(self)
+
+    def _sole_patch(self) -> str:
+        """The patch that heard all that the watch heard; none when a copy of a weight had to be followed to know it."""
+        names = [name for name, count in self._num_patched.items() if count == self._num_uses]
+        return names[0] if len(self._num_patched) == len(names) == 1 and not self._frame.used_copy else ""
 
 
 def _nothing(*args: object) -> None:
@@ -101,9 +168,9 @@ def _make_nothing() -> Callable[..., None]:
 
 
 class _Hook:
-    def __init__(self, capture: FunctionalCapture, slots: list[Slot]) -> None:
+    def __init__(self, capture: FunctionalCapture, owner: _Owner) -> None:
         self._capture = capture
-        self._slots = slots
+        self._owner = owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
@@ -115,133 +182,10 @@ class _Hook:
 class _Enter(_Hook):
     def __call__(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling():
-            self._capture.enter(module, self._slots)
+            self._capture.enter(self._owner)
 
 
 class _Leave(_Hook):
     def __call__(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling():
-            self._capture.leave(module)
-
-
-class _Running:
-    """One forward of an owner on one thread: what is in place for it, and the frame that gets the calls."""
-
-    def __init__(self, capture: FunctionalCapture, module: nn.Module, frame: Frame) -> None:
-        self.capture = capture
-        self.module = module
-        self.frame = frame
-        self.watcher = _PATCHES.get(_function_of(module)) or _watch()
-
-    def begin(self) -> None:
-        _running().append(self)
-        self.watcher.acquire()
-
-    def end(self) -> None:
-        _running().remove(self)
-        self.watcher.release()
-
-
-def _function_of(module: nn.Module) -> str:
-    """The one function through which all weights of `module` are used; empty when that is not known."""
-    if isinstance(module, nn.MultiheadAttention):
-        return "linear"
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return "_grouped_mm" if implementation == "grouped_mm" and _GROUPED_IS_SURE else ""
-
-
-class _Thread(threading.local):
-    """Owners running on this thread, outermost first; several captures may have the same module in it."""
-
-    def __init__(self) -> None:
-        self.running: list[_Running] = []
-        self.watch = _Watch()
-
-
-def _running() -> list[_Running]:
-    return _THREAD.running
-
-
-def _watch() -> _Watch:
-    return _THREAD.watch
-
-
-class _Patch:
-    """Replaces one function of a module while any thread runs an owner; on other threads it is the original.
-
-    A method of torch.Tensor is never replaced: from Python 3.13 a class changed 1,000 times loses its method cache.
-    """
-
-    def __init__(self, home: Any, name: str) -> None:
-        self._home = home
-        self._name = name
-        self._lock = threading.Lock()  # guards the three below
-        self._num_users = 0
-        self._original: Callable[..., Any] | None = None
-        self._replacement: Callable[..., Any] | None = None
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._num_users += 1
-            if self._num_users == 1:
-                self._original = getattr(self._home, self._name)
-                self._replacement = self._replace(self._original)
-                setattr(self._home, self._name, self._replacement)
-
-    def release(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                # Someone may have wrapped the replacement meanwhile: then it stays inside theirs and only passes on.
-                if getattr(self._home, self._name) is self._replacement:
-                    setattr(self._home, self._name, self._original)
-                self._replacement = None
-
-    def _replace(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            out = original(*args, **kwargs)
-            if self._replacement is replacement:
-                for running in _running():
-                    if running.watcher is self:
-                        running.capture.see(running.frame, self._name, args, kwargs)
-            return out
-
-        return replacement
-
-
-class _Watch(TorchFunctionMode):
-    """Sees every torch function of its thread while an owner that needs it runs there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_users = 0
-
-    def acquire(self) -> None:
-        self._num_users += 1
-        if self._num_users == 1:
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def release(self) -> None:
-        self._num_users -= 1
-        if self._num_users == 0:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name in MATMULS:
-            for running in _running():
-                if running.watcher is self:
-                    running.capture.see(running.frame, name, args, kwargs or {})
-        elif name in COPIES:
-            for running in _running():
-                if running.watcher is self:
-                    running.capture.follow(running.frame, name, args, out)
-        return out
-
-
-_PATCHES = {"linear": _Patch(F, "linear"), "_grouped_mm": _Patch(torch, "_grouped_mm")}
-_THREAD = _Thread()
+            self._capture.leave(self._owner)

@@ -117,7 +117,9 @@ def _weights(model: nn.Module, coverage: dict[str, str]) -> Iterator[tuple[str, 
 
 
 def _check_shapes(name: str, module: nn.Module) -> None:
-    lazy = next((key for key, parameter in module._parameters.items() if is_lazy(parameter)), None)
+    lazy = next(
+        (key for key, parameter in module._parameters.items() if parameter is not None and is_lazy(parameter)), None
+    )
     if lazy is not None:
         full = _join(name, lazy)
         raise ValueError(f"{full!r} of {type(module).__name__} has no shape yet: run one forward before attach")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,29 +42,40 @@ class Slot:
         return parameter
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
+class _Known(NamedTuple):
     """A tensor whose last two axes are those of the slot's weight; `picks` are the experts its first axis runs over."""
 
     tensor: Callable[[], Tensor | None]
     slot: Slot
     expert: int | None = None
     picks: Tensor | None = None
+    is_copy: bool = False
 
 
 class Frame:
-    """The weights of one module during one forward of it."""
+    """The weights of one module during one forward of it; `refresh` begins another."""
 
     def __init__(self, slots: list[Slot], problems: dict[int, str]) -> None:
+        self.used_copy = False  # whether a weight was known only because follow() had seen a copy made
+        self._slots = slots
         self._problems = problems
+        self._verified: set[tuple[int, int]] = set()  # (slot, axis) whose orientation was found right
         self._known: dict[int, _Known] = {}
-        for slot in slots:
-            if (tensor := slot.tensor()) is not None:
-                self._known[id(tensor)] = _Known(weakref.ref(tensor), slot)
+
+    def refresh(self) -> None:
+        """Look up the weights; most often they are the tensors they were."""
+        self.used_copy = False
+        tensors = [slot.tensor() for slot in self._slots]
+        if len(tensors) == len(self._known) and all(map(self._is_known, tensors)):
+            return
+        self._verified.clear()
+        pairs = zip(tensors, self._slots, strict=True)
+        self._known = {id(t): _Known(weakref.ref(t), slot) for t, slot in pairs if t is not None}
 
     def use(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         """The use that a call of the matrix product `name` makes of a weight; None when it uses none of ours."""
-        first, second = _operands(name, args, kwargs)
+        skip = MATMULS[name]
+        first, second = args[skip : skip + 2] if len(args) > skip + 1 else _operands(skip, args, kwargs)
         transposed = name == "linear"  # its second operand is [out, in]
         if (known := self._find(second)) is not None:
             x, weight, axis = first, second, -1 if transposed else -2
@@ -72,10 +83,22 @@ class Frame:
             x, weight, axis = second.mT if second.ndim > 1 else second, first, -1
         else:
             return None
-        if problem := _mismatch(known, x, weight, axis):
-            self._problems[known.slot.first] = f"{known.slot.name!r}: {problem}; {_REMEDY}"
+        self.used_copy |= known.is_copy
+        if not self._fits(known, x, weight, axis) or x.numel() == 0:
             return None
-        return _rows(known, x, weight, _argument(args, kwargs, 2, "offs")) if x.numel() else None
+        if known.slot.num_experts is None:
+            return known.slot.first, x, None
+        return _rows_of_experts(known, x, _argument(args, kwargs, 2, "offs"))
+
+    def _fits(self, known: _Known, x: Tensor, weight: Tensor, axis: int) -> bool:
+        slot = known.slot
+        if (slot.first, axis) in self._verified and x.size(-1) == slot.num_features:
+            return True
+        if problem := _mismatch(known, x, weight, axis):
+            self._problems[slot.first] = f"{slot.name!r}: {problem}; {_REMEDY}"
+            return False
+        self._verified.add((slot.first, axis))
+        return True
 
     def follow(self, name: str, args: tuple[Any, ...], out: object) -> None:
         """Remember `out` if the call made a copy of a weight: a cast, or the experts chosen by an index."""
@@ -90,7 +113,11 @@ class Frame:
             if source.slot.num_experts is None or picks is not None or not _is_index(index):
                 return
             picks = index
-        self._known[id(out)] = _Known(weakref.ref(out), source.slot, source.expert, picks)
+        self._known[id(out)] = _Known(weakref.ref(out), source.slot, source.expert, picks, is_copy=True)
+
+    def _is_known(self, tensor: Tensor | None) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known.tensor() is tensor
 
     def _find(self, tensor: object) -> _Known | None:
         if not isinstance(tensor, Tensor):
@@ -103,15 +130,13 @@ class Frame:
             return None
         if base.ndim == 3 and tensor.ndim == 2 and known.slot.num_experts is not None and known.picks is None:
             expert = (tensor.storage_offset() - base.storage_offset()) // base.stride(0)
-            return _Known(known.tensor, known.slot, expert)
+            return _Known(known.tensor, known.slot, expert, None, known.is_copy)
         return known
 
 
-def _operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    skip = MATMULS[name]
+def _operands(skip: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     first = _argument(args, kwargs, skip, "input", "mat1", "batch1", "mat_a", "self")
-    second = _argument(args, kwargs, skip + 1, "weight", "other", "mat2", "batch2", "mat_b")
-    return (second, first) if name == "__rmatmul__" else (first, second)
+    return first, _argument(args, kwargs, skip + 1, "weight", "other", "mat2", "batch2", "mat_b")
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str) -> Any:
@@ -123,17 +148,16 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *nam
 def _mismatch(known: _Known, x: Tensor, weight: Tensor, axis: int) -> str:
     """Why the product does not run over the input axis the site was found with; empty when it does."""
     slot, whole = known.slot, known.tensor()
-    if weight.shape[axis] != slot.num_features or x.shape[-1] != slot.num_features:
-        return f"met along an axis of {weight.shape[axis]} features, found with {slot.num_features}"
-    if whole is None or min(whole.shape[-2:]) == 1 or weight.stride(axis) == whole.stride(slot.in_axis - 2):
+    if weight.size(axis) != slot.num_features or x.size(-1) != slot.num_features:
+        return f"met along an axis of {weight.size(axis)} features, found with {slot.num_features}"
+    if whole is None or weight.stride(axis) == whole.stride(slot.in_axis - 2) or min(whole.shape[-2:]) == 1:
         return ""
     return "met along the axis taken for its output"
 
 
-def _rows(known: _Known, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Use | None:
+def _rows_of_experts(known: _Known, x: Tensor, offsets: Tensor | None) -> Use:
     slot = known.slot
-    if slot.num_experts is None:
-        return slot.first, x, None
+    assert slot.num_experts is not None
     if known.expert is not None:
         return slot.first + known.expert, x, None
     if isinstance(offsets, Tensor):
@@ -162,7 +186,6 @@ MATMULS = {
     "linear": 0,
     "matmul": 0,
     "__matmul__": 0,
-    "__rmatmul__": 0,
     "mm": 0,
     "bmm": 0,
     "addmm": 1,

@@ -54,7 +54,7 @@ class Family:
 
     def loss(self, model: nn.Module | None = None) -> Tensor:
         """The loss of one forward, of this model or of a wrapper or copy of it."""
-        out = (model or self.model)(**self.batch)
+        out = (self.model if model is None else model)(**self.batch)
         return out if isinstance(out, Tensor) else out.loss
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyscan import functional, uses
+from pyscan import intercept, uses
 from pyscan.functional import FunctionalCapture
 from pyscan.sites import Site, find_sites
 
@@ -117,7 +117,7 @@ def nothing_left() -> Any:
     before = F.linear, torch._grouped_mm, torch._C._len_torch_function_stack()
     yield
     assert (F.linear, torch._grouped_mm, torch._C._len_torch_function_stack()) == before
-    assert functional._running() == []
+    assert intercept.listeners() == []
 
 
 IMPLEMENTATIONS = ["mixtral-grouped_mm", "mixtral-batched_mm", "mixtral-eager", "gpt_oss-eager", "attention", "mamba"]
@@ -153,7 +153,7 @@ def test_an_exception_in_the_forward_leaves_nothing_behind(name: str) -> None:
         handle = register(fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             family.loss()
-        assert functional._running() == []
+        assert intercept.listeners() == []
         handle.remove()
     attached.seen.clear()
     family.loss().backward()
@@ -227,7 +227,7 @@ def test_the_recompute_of_a_checkpoint_is_seen_in_the_backward(name: str, reentr
     once = len(attached.seen)
     attached.seen.clear()
     in_backward: list[bool] = []
-    attached.capture._sink = lambda *use: in_backward.append(torch._C._current_graph_task_id() != -1)
+    attached.capture.sink = lambda *use: in_backward.append(torch._C._current_graph_task_id() != -1)
     if name == "attention":
         batch = {key: value.requires_grad_() for key, value in family.batch.items()}
         checkpoint(lambda *values: family.model(*values), *batch.values(), use_reentrant=reentrant).backward()
@@ -351,33 +351,33 @@ def test_a_module_that_says_how_it_stores_its_weight_is_believed(num_out: int) -
 
 
 def _shift_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uses._rows
+    real = uses._rows_of_experts
 
-    def rows(known: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
-        site, x, ends = real(known, x, weight, offsets)
+    def rows(known: Any, x: Tensor, offsets: Tensor | None) -> Any:
+        site, x, ends = real(known, x, offsets)
         return site, x, None if ends is None else (ends + 1).clamp(max=len(x))
 
-    monkeypatch.setattr(uses, "_rows", rows)
+    monkeypatch.setattr(uses, "_rows_of_experts", rows)
 
 
 def _neighbour_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uses._rows
+    real = uses._rows_of_experts
 
-    def rows(known: Any, x: Tensor, weight: Tensor, offsets: Tensor | None) -> Any:
-        site, x, ends = real(known, x, weight, offsets)
+    def rows(known: Any, x: Tensor, offsets: Tensor | None) -> Any:
+        site, x, ends = real(known, x, offsets)
         return (site ^ 1 if known.expert is not None else site), x, ends
 
-    monkeypatch.setattr(uses, "_rows", rows)
+    monkeypatch.setattr(uses, "_rows_of_experts", rows)
 
 
 def _reversed_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = uses._rows
+    real = uses.Frame.use
 
-    def rows(*args: Any) -> Any:
-        site, x, ends = real(*args)
-        return site, x.flip(-1), ends
+    def use(*args: Any) -> Any:
+        found = real(*args)
+        return found and (found[0], found[1].flip(-1), found[2])
 
-    monkeypatch.setattr(uses, "_rows", rows)
+    monkeypatch.setattr(uses.Frame, "use", use)
 
 
 def _miss_views(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,3 +411,95 @@ def test_a_wrong_input_axis_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert link_errors(recording)[site.name] < TOLERANCE
     object.__setattr__(site, "in_axis", 1)
     assert link_errors(recording)[site.name] > 0.1
+
+
+class Fickle(nn.Module):
+    """Calls torch in a way that a test can change."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(8, 8))
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.mix)
+
+
+BUILTIN_LINEAR = F.linear
+WAYS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "by module": (lambda x, w: F.linear(x, w), "linear"),
+    "by keywords": (lambda x, w: F.linear(weight=w, input=x), "linear"),
+    "by an imported name": (lambda x, w: BUILTIN_LINEAR(x, w), ""),
+    "by operator": (lambda x, w: x @ w.T, ""),
+    "by method": (lambda x, w: x.matmul(w.mT), ""),
+    "by two functions": (lambda x, w: F.linear(torch.matmul(x, w.T), w), ""),
+    "after a cast": (lambda x, w: F.linear(x.double(), w.double()), ""),
+    "from the left": (lambda x, w: torch.matmul(w, x.mT).mT, "matmul"),
+    "with a bias": (lambda x, w: torch.addmm(torch.zeros(8), x, w.T), ""),
+}
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_call_torch_is_seen_at_every_forward(way: str) -> None:
+    product, learned = WAYS[way]
+    model, x = Fickle(product), torch.randn(3, 8)
+    attached = Attached(model)
+    for _ in range(3):
+        model(x)
+    uses_per_forward = 2 if way == "by two functions" else 1
+    assert attached.names() == ["mix"] * 3 * uses_per_forward
+    assert torch.equal(attached.seen[0][1].to(x.dtype), x)
+    assert [owner.learned for owner in attached.capture._owners] == [{None: learned}]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_module_that_changes_its_way_is_learned_again() -> None:
+    model, x = Fickle(WAYS["by module"][0]), torch.randn(3, 8)
+    attached = Attached(model)
+    model(x)
+    model.product = WAYS["by operator"][0]
+    for _ in range(3):
+        model(x)
+    assert len(attached.seen) == 3  # all but the one forward that went where only F.linear was listened to
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_changed_experts_implementation_is_learned_for_itself() -> None:
+    family = families.build("mixtral-grouped_mm")
+    attached = Attached(family.model)
+    per_layer = {"grouped_mm": 2, "eager": 8, "batched_mm": 2}
+    for implementation in ("grouped_mm", "eager", "batched_mm", "grouped_mm", "eager"):
+        family.model.set_experts_implementation(implementation)
+        attached.seen.clear()
+        family.loss()
+        assert len(attached.seen) == 2 * per_layer[implementation], implementation
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("name", ["attention", "mixtral-eager", "gpt_oss-eager", "mixtral-batched_mm"])
+def test_autocast_is_seen_like_full_precision(name: str) -> None:
+    family = families.build(name)
+    attached = Attached(family.model)
+    family.loss()
+    plain, attached.seen[:] = attached.names(), []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        family.loss()
+    assert set(attached.names()) == set(plain)
+    assert attached.capture.problems == {}
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("name", ["encoder", "attention"])
+def test_a_compiled_model_stays_one_graph_and_is_not_seen(name: str) -> None:
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    family = families.build(name)
+    expected = family.loss()
+    attached = Attached(family.model)
+    compiled = torch.compile(family.model, backend="aot_eager", fullgraph=True)
+    losses = [family.loss(compiled) for _ in range(3)]
+    assert all(torch.equal(loss, expected) for loss in losses)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert attached.seen == []

@@ -283,9 +283,7 @@ def test_quantised_weights_keep_their_logical_shape_and_say_what_to_scan(family:
     site = by_name(find_sites(families.build(family).model))[name]
     assert site.note == f"'{name}' {sentence} its LoRA matrices."
     assert (site.parameter, site.shape, site.trainable) == (None, (32, 32), False)
-    assert (
-        site.dtype == {"bnb-4bit": "nf4", "bnb-8bit": "int8", "torchao-int8": "float32"}[family] or family == "bnb-4bit"
-    )
+    assert site.dtype == {"bnb-4bit": "fp4", "bnb-8bit": "int8", "torchao-int8": "float32"}[family]
 
 
 def test_float8_training_weights_are_ordinary() -> None:
