@@ -92,6 +92,7 @@ class StepBuffer:
 
     def add_input(self, site: int, x: torch.Tensor) -> None:
         """Add the rows of x, whose last dimension is the site's input."""
+        x = _readable(x)
         self._native.add(site, *_matrix(x), self.num_threads)
 
     def repeat_input(self, site: int) -> None:
@@ -100,10 +101,12 @@ class StepBuffer:
 
     def add_ranges(self, site: int, x: torch.Tensor, ends: torch.Tensor) -> None:
         """Add row ranges of x to sites site, site + 1, ...; range e ends before row ends[e]."""
+        x = _readable(x)
         self._native.add_ranges(site, *_matrix(x), ends.to(torch.int32).numpy(), self.num_threads)
 
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""
+        grad = _readable(grad)
         matrix = _matrix(grad)
         self._native.set(self._num_sites + site, *matrix, self.num_threads)
         if self._has_rows:
@@ -122,16 +125,17 @@ class StepBuffer:
         return row
 
 
-def _matrix(x: torch.Tensor) -> tuple[int, int, int, int, int, int]:
-    """(address, dtype, rows, cols, row stride, column stride) of x with its leading dimensions flattened."""
-    dtype = DTYPES.get(x.dtype)
-    if dtype is None:
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x as the engine can address it: of one of its dtypes, and contiguous or a matrix. May be a copy: keep it alive."""
+    if x.dtype not in DTYPES:
         x = x.float()
-        dtype = 0
+    return x if x.is_contiguous() or x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _matrix(x: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """(address, dtype, rows, cols, row stride, column stride) of a readable x with its leading dimensions flattened."""
     cols = x.shape[-1]
     if x.is_contiguous():
-        return x.data_ptr(), dtype, x.numel() // cols if cols else 0, cols, cols, 1
-    if x.ndim != 2:
-        x = x.reshape(-1, cols)
+        return x.data_ptr(), DTYPES[x.dtype], x.numel() // cols if cols else 0, cols, cols, 1
     row_stride, col_stride = x.stride()
-    return x.data_ptr(), dtype, x.shape[0], cols, row_stride, col_stride
+    return x.data_ptr(), DTYPES[x.dtype], x.shape[0], cols, row_stride, col_stride

@@ -98,7 +98,9 @@ class Scanner:
         self._refuse_second_scan()
         self.schema = self._schema()
         self.path = None if path is None else rank_path(Path(path))
-        self._writer = None if self.path is None else Writer(self.path, json.loads(self.schema.to_json()), resume=config.resume)
+        self._writer = (
+            None if self.path is None else Writer(self.path, json.loads(self.schema.to_json()), resume=config.resume)
+        )
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
