@@ -7,6 +7,7 @@ neither the number of layers nor the state of the scanner makes a new graph.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +17,17 @@ from torch import Tensor, nn
 from pyscan.gradients import nothing
 
 PROBE = "_pyscan_probe"
-KEY = "_pyscan_key"
 
-_probes: dict[int, Callable[[Tensor], None]] = {}  # address of a key tensor -> what an observed tensor is given to
+_probes: dict[int, Callable[[Tensor], None]] = {}  # value of a key -> what an observed tensor is given to
+_numbers = itertools.count(1)
 
-# A copy of a model has copies of its key tensors, at other addresses: it is not scanned.
+# The key counts as changed by the operator, which keeps it in the graph although it returns nothing.
 _library = torch.library.Library("pyscan", "DEF")
 _library.define("observe(Tensor x, Tensor(a!) key) -> ()")
 
 
 def _observe(x: Tensor, key: Tensor) -> None:
-    probe = _probes.get(key.data_ptr())
+    probe = _probes.get(int(key))
     if probe is not None:
         probe(x)
 
@@ -36,17 +37,15 @@ torch.library.register_fake("pyscan::observe", lambda x, key: None, lib=_library
 
 
 class Probe:
-    """What a module hands its tensors to. `see` must not raise."""
-
-    __slots__ = ("key", "see")
+    """What a module hands its tensors to; neither callable may raise. In a copy of the model there is nobody behind it."""
 
     def __init__(self, see: Callable[[Any], None], see_compiled: Callable[[Tensor], None]) -> None:
         self.see = see
-        self.key = torch.zeros(1)
-        _probes[self.key.data_ptr()] = see_compiled
+        self.key = torch.tensor(next(_numbers))
+        _probes[int(self.key)] = see_compiled
 
     def close(self) -> None:
-        _probes.pop(self.key.data_ptr(), None)
+        _probes.pop(int(self.key), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
         return _NOBODY
@@ -66,6 +65,7 @@ def watch_input(
     module: nn.Module, see: Callable[[Any], None], see_compiled: Callable[[Tensor], None]
 ) -> Callable[[], None]:
     """Call `see` with the first argument of every forward of `module`; returns what ends it."""
+    _forget_copied(module._forward_pre_hooks, before_forward)
     return _watch(module, Probe(see, see_compiled), module.register_forward_pre_hook(before_forward, with_kwargs=True))
 
 
@@ -73,6 +73,7 @@ def watch_output(
     module: nn.Module, see: Callable[[Any], None], see_compiled: Callable[[Tensor], None]
 ) -> Callable[[], None]:
     """Call `see` with the output of every forward of `module`; returns what ends it."""
+    _forget_copied(module._forward_hooks, after_forward)
     return _watch(module, Probe(see, see_compiled), module.register_forward_hook(after_forward))
 
 
@@ -84,7 +85,7 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     x = args[0] if args else next(iter(kwargs.values()), None)
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and isinstance(x, Tensor):
-            torch.ops.pyscan.observe(x.detach(), module._pyscan_key)
+            torch.ops.pyscan.observe(x.detach(), module._pyscan_probe.key)
         return
     module.__dict__[PROBE].see(x)
 
@@ -92,19 +93,24 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and isinstance(output, Tensor):
-            torch.ops.pyscan.observe(output.detach(), module._pyscan_key)
+            torch.ops.pyscan.observe(output.detach(), module._pyscan_probe.key)
         return
     module.__dict__[PROBE].see(output)
 
 
+def _forget_copied(registered: dict[int, Any], hook: Callable[..., None]) -> None:
+    """A copy of a watched module has the hook already, without anyone behind it."""
+    for key in [key for key, value in registered.items() if value is hook]:
+        del registered[key]
+
+
 def _watch(module: nn.Module, probe: Probe, handle: Any) -> Callable[[], None]:
     module.__dict__[PROBE] = probe
-    module.__dict__[KEY] = probe.key
 
     def end() -> None:
         handle.remove()
         probe.close()
         if module.__dict__.get(PROBE) is probe:
-            del module.__dict__[PROBE], module.__dict__[KEY]
+            del module.__dict__[PROBE]
 
     return end

@@ -93,6 +93,7 @@ class Scanner:
         self._spent = 0.0  # seconds in hooks since the last row
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
+        self._told_nothing = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -298,6 +299,7 @@ class Scanner:
                 flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
             )
             self._keep(row)
+            self._explain_nothing(row)
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -307,6 +309,17 @@ class Scanner:
         self._step += 1
         self._measure(start)
         self._set_active()
+
+    def _explain_nothing(self, row: Row) -> None:
+        """A step in which nothing at all was seen has a reason the user should hear, once."""
+        if self._told_nothing or (row.cells >= 0).any() or np.isnan(row.cells).any():
+            return
+        self._told_nothing = True
+        self._event(
+            "nothing_recorded",
+            text="nothing was recorded in this step: no forward of this model ran with gradients enabled. generate() and "
+            "no_grad() record nothing: run a forward on the generated tokens and call backward()",
+        )
 
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
