@@ -340,6 +340,29 @@ def test_a_weight_met_along_the_other_axis_is_a_problem_and_not_a_number(num_out
     assert "is_transposed = True" in attached.capture.problems[0]
 
 
+class TiedAutoencoder(nn.Module):
+    """Meets its one weight along both axes; the site's input is what meets the first."""
+
+    def __init__(self, num_hidden: int) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(num_hidden, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.code).relu(), self.code.T)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("num_hidden", [5, 8])
+def test_a_weight_met_along_both_axes_hands_on_the_input_alone(num_hidden: int) -> None:
+    model, x = TiedAutoencoder(num_hidden), torch.randn(3, 8)
+    attached = Attached(model)
+    for _ in range(2):
+        model(x)
+    assert all(torch.equal(seen, x) for _, seen, _ in attached.seen)
+    assert len(attached.seen) == 2
+    assert attached.capture.problems.keys() == {0}
+
+
 @pytest.mark.parametrize("num_out", [5, 8])
 def test_a_module_that_says_how_it_stores_its_weight_is_believed(num_out: int) -> None:
     model = InOutUnsaid(num_out)
