@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -176,9 +175,6 @@ class _Hook:
     def __init__(self, capture: FunctionalCapture, owner: _Owner) -> None:
         self._capture = capture
         self._owner = owner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _make_nothing, ()
