@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,9 +48,13 @@ class FunctionalCapture:
     def enter(self, owner: _Owner) -> None:
         if listeners():
             self.leave(owner)  # what still runs was cut by a KeyboardInterrupt, which skips the forward hooks
-        if self.active and torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
+            return
+        try:
             forward = owner.idle.pop() if owner.idle else _Forward(self, owner)
             forward.begin()
+        except Exception as error:
+            self.fail(error)
 
     def leave(self, owner: _Owner) -> None:
         forward = next((f for f in listeners() if f.owner is owner), None)
@@ -146,6 +149,7 @@ class _Forward:
 
     def end(self) -> None:
         unlisten(self)
+        self._frame.close()
         owner = self.owner
         if self._learns and self._num_uses:
             owner.learned[self._implementation] = self._sole_patch()
@@ -171,9 +175,6 @@ class _Hook:
     def __init__(self, capture: FunctionalCapture, owner: _Owner) -> None:
         self._capture = capture
         self._owner = owner
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _make_nothing, ()

@@ -59,7 +59,7 @@ class Frame:
         self.used_copy = False  # whether a weight was known only because follow() had seen a copy made
         self._slots = slots
         self._problems = problems
-        self._verified: set[tuple[int, int]] = set()  # (slot, axis) whose orientation was found right
+        self._verified: set[tuple[int, int, int]] = set()  # (slot, axis, its stride) found to be the input axis
         self._known: dict[int, _Known] = {}
 
     def refresh(self) -> None:
@@ -71,6 +71,11 @@ class Frame:
         self._verified.clear()
         pairs = zip(tensors, self._slots, strict=True)
         self._known = {id(t): _Known(weakref.ref(t), slot) for t, slot in pairs if t is not None}
+
+    def close(self) -> None:
+        """Let go of what was followed."""
+        if len(self._known) > len(self._slots):
+            self._known = {key: known for key, known in self._known.items() if not known.is_copy}
 
     def use(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         """The use that a call of the matrix product `name` makes of a weight; None when it uses none of ours."""
@@ -92,12 +97,13 @@ class Frame:
 
     def _fits(self, known: _Known, x: Tensor, weight: Tensor, axis: int) -> bool:
         slot = known.slot
-        if (slot.first, axis) in self._verified and x.size(-1) == slot.num_features:
+        key = (slot.first, axis, weight.stride(axis))
+        if key in self._verified and x.size(-1) == slot.num_features:
             return True
         if problem := _mismatch(known, x, weight, axis):
             self._problems[slot.first] = f"{slot.name!r}: {problem}; {_REMEDY}"
             return False
-        self._verified.add((slot.first, axis))
+        self._verified.add(key)
         return True
 
     def follow(self, name: str, args: tuple[Any, ...], out: object) -> None:

@@ -287,10 +287,15 @@ def test_a_function_someone_wraps_meanwhile_is_seen_once_and_stays_theirs() -> N
 
 def test_copies_of_the_model_are_not_seen() -> None:
     model, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
-    attached = Attached(model)
+    seen: Seen = []
+    # A function is not copied by deepcopy and not pickled: a hook that followed the copy would show in either way.
+    capture = FunctionalCapture(find_sites(model).sites, lambda *use: seen.append(use), on_error=lambda error: None)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin(x, x, x)
-    assert attached.seen == []
+    assert seen == []
+    model(x, x, x)
+    assert len(seen) == 2
+    capture.remove()
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -311,10 +316,12 @@ def test_the_first_error_ends_the_capture_and_not_the_forward() -> None:
 def test_replaced_parameters_are_followed() -> None:
     model, x = nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)
     attached = Attached(model)
+    model(x, x, x)
     model.out_proj.weight = nn.Parameter(torch.randn(8, 8))
+    model(x, x, x)
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     model(x, x, x)
-    assert attached.names() == ["in_proj_weight", "out_proj.weight"]
+    assert attached.names() == ["in_proj_weight", "out_proj.weight"] * 3
 
 
 class InOutUnsaid(nn.Module):
@@ -338,6 +345,29 @@ def test_a_weight_met_along_the_other_axis_is_a_problem_and_not_a_number(num_out
     assert attached.capture.problems.keys() == {0}
     assert attached.capture.problems[0].startswith("'kernel': met along")
     assert "is_transposed = True" in attached.capture.problems[0]
+
+
+class TiedAutoencoder(nn.Module):
+    """Meets its one weight along both axes; the site's input is what meets the first."""
+
+    def __init__(self, num_hidden: int) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.randn(num_hidden, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.code).relu(), self.code.T)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("num_hidden", [5, 8])
+def test_a_weight_met_along_both_axes_hands_on_the_input_alone(num_hidden: int) -> None:
+    model, x = TiedAutoencoder(num_hidden), torch.randn(3, 8)
+    attached = Attached(model)
+    for _ in range(2):
+        model(x)
+    assert all(torch.equal(seen, x) for _, seen, _ in attached.seen)
+    assert len(attached.seen) == 2
+    assert attached.capture.problems.keys() == {0}
 
 
 @pytest.mark.parametrize("num_out", [5, 8])
@@ -451,6 +481,21 @@ def test_every_way_to_call_torch_is_seen_at_every_forward(way: str) -> None:
     assert attached.names() == ["mix"] * 3 * uses_per_forward
     assert torch.equal(attached.seen[0][1].to(x.dtype), x)
     assert [owner.learned for owner in attached.capture._owners] == [{None: learned}]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_the_part_of_a_forward_without_gradients_is_not_seen() -> None:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = F.linear(x * 2, weight).norm()
+        return F.linear(x, weight) / scale
+
+    model, x = Fickle(product), torch.randn(3, 8)
+    attached = Attached(model)
+    for _ in range(2):
+        model(x)
+    assert all(torch.equal(seen, x) for _, seen, _ in attached.seen)
+    assert attached.names() == ["mix", "mix"]
 
 
 @pytest.mark.usefixtures("nothing_left")

@@ -224,6 +224,31 @@ def test_a_gradient_reshaped_by_its_site_has_the_shape_it_says(name: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("family", "name", "shape", "in_axis"),
+    [
+        ("llama", "model.layers.0.mlp.down_proj.weight", (32, 64), 1),
+        ("gpt2", "transformer.h.1.attn.c_attn.weight", (96, 32), 0),
+        ("mixtral-eager", "model.layers.0.mlp.experts.gate_up_proj[0]", (128, 32), 1),
+        ("gpt_oss-eager", "model.layers.0.mlp.experts.gate_up_proj[3]", (128, 32), 0),
+        ("gpt_oss-eager", "model.layers.0.mlp.experts.down_proj[3]", (32, 64), 0),
+        ("llama4", "model.layers.1.feed_forward.experts.down_proj[2]", (32, 64), 0),
+        ("llama-tied", "lm_head.weight", (97, 32), 1),
+        ("llama-tied", "model.embed_tokens.weight", (97, 32), 1),
+        ("vit", "vit.embeddings.patch_embeddings.projection.weight", (32, 48), 1),
+        ("odd", "up.weight", (18, 8), 0),
+        ("odd", "mixer.down.kernel", (7, 10), 0),
+        ("odd", "bilinear.weight", (10, 144), 1),
+        ("attention", "wide_attn.v_proj_weight", (32, 40), 1),
+    ],
+)
+def test_shape_is_out_by_in_and_the_input_axis_is_where_it_is_stored(
+    family: str, name: str, shape: tuple[int, int], in_axis: int
+) -> None:
+    site = by_name(find_sites(families.build(family).model))[name]
+    assert (site.shape, site.in_axis) == (shape, in_axis)
+
+
+@pytest.mark.parametrize(
     ("block", "rows", "expert_blocks", "linear", "expert"),
     [
         (64, False, False, (1, 0), (1, 0)),
