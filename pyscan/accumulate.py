@@ -112,8 +112,13 @@ class StepBuffer:
         if self._has_rows:
             self._native.set(2 * self._num_sites + site, *matrix, self.num_threads)
 
-    def has_grad(self, site: int) -> bool:
-        return self._native.seen(self._num_sites + site)
+    def observed(self, row: NDArray[np.float64], channel: str, site: int) -> bool:
+        """Whether a finished row has the site in this channel."""
+        return not (row[self.cells(channel, site)] < 0).all()
+
+    def has_grads(self, row: NDArray[np.float64]) -> bool:
+        """Whether a finished row has any gradient."""
+        return any(self.observed(row, "grad", site) for site in range(self._num_sites))
 
     def take(self, grad_scale: float) -> NDArray[np.float64]:
         """The finished row, gradients divided by `grad_scale`; absent cells are negative. The buffer starts anew."""

@@ -40,6 +40,7 @@ from pyscan.upkeep import ModelState
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
+_UNSEEN = "its module was not called, or ran inside a compiled region or a fused kernel"
 
 
 def attach(
@@ -93,7 +94,6 @@ class Scanner:
         self._spent = 0.0  # seconds in hooks since the last row
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
-        self._told_nothing = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -216,8 +216,9 @@ class Scanner:
             elif site.observe == "lookup":
                 see = self._guard(self._capture.lookup, index)
                 self._endings.append(hooks.watch_output(site.module, see, self._compiled(see)))
-        functional = FunctionalCapture(sites, self._guarded_rows, on_error=self._fail)
-        self._endings.append(functional.remove)
+        self._functional = FunctionalCapture(sites, self._guarded_rows, on_error=self._fail)
+        self._endings.append(self._functional.remove)
+        self._explained = False
         self._gradients = GradientReader(
             sites, self.buffer, early=not _is_distributed(), on_read=self._capture.forget, on_error=self._fail
         )
@@ -299,7 +300,7 @@ class Scanner:
                 flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
             )
             self._keep(row)
-            self._explain_nothing(row)
+            self._explain_silence(cells)
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -310,16 +311,24 @@ class Scanner:
         self._measure(start)
         self._set_active()
 
-    def _explain_nothing(self, row: Row) -> None:
-        """A step in which nothing at all was seen has a reason the user should hear, once."""
-        if self._told_nothing or (row.cells >= 0).any() or np.isnan(row.cells).any():
+    def _explain_silence(self, cells: NDArray[np.float64]) -> None:
+        """Say once, after the first row that has gradients, which inputs never came; and why, if nothing came at all."""
+        if not (cells >= 0).any() and not np.isnan(cells).any():
+            self._event_once(
+                "nothing_recorded",
+                text="nothing was recorded in this step: no forward of this model ran with gradients enabled. generate() "
+                "and no_grad() record nothing: run a forward on the generated tokens and call backward()",
+            )
             return
-        self._told_nothing = True
-        self._event(
-            "nothing_recorded",
-            text="nothing was recorded in this step: no forward of this model ran with gradients enabled. generate() and "
-            "no_grad() record nothing: run a forward on the generated tokens and call backward()",
-        )
+        if self._explained or not self.buffer.has_grads(cells):
+            return
+        self._explained = True
+        for index, site in enumerate(self._inventory.sites):
+            silent = site.observe != "none" and site.expert is None and site.tied_to is None
+            if silent and not self.buffer.observed(cells, "act", index) and self.buffer.observed(cells, "grad", index):
+                reason = self._functional.problems.get(index, "its input was not seen: " + _UNSEEN)
+                self._inventory.coverage[site.name] = f"gradient only: {reason}"
+                self._event("input_not_seen", site=site.name, text=f"{site.name!r}: {reason}")
 
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
@@ -381,6 +390,10 @@ class Scanner:
         if self.config.on_event is not None:
             with self._safely():
                 self.config.on_event(event)
+
+    def _event_once(self, kind: str, **fields: Any) -> None:
+        if all(event["kind"] != kind for event in self.events):
+            self._event(kind, **fields)
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:

@@ -90,7 +90,8 @@ def test_resized_embeddings_are_followed() -> None:
         model(**batch(1)).loss.backward()
         optimizer.step()
         assert_matches(scan, want)
-    assert kinds(scan) == ["attached", "model_changed"]
+    assert kinds(scan).count("model_changed") == 1
+    assert "off" not in kinds(scan)
 
 
 def test_unfreezing_and_assigned_parameters_are_followed(tmp_path: Any) -> None:
