@@ -106,8 +106,7 @@ void Store::RecoverTail(const Layout& layout) {
   uint64_t block_row = next_row_;  // number of the first row of the block
   for (const FrameInfo& frame : tail.frames()) {
     const FrameHeader& header = frame.header;
-    if (header.kind != static_cast<uint32_t>(FrameKind::kSteps) || header.first_row + header.rows <= next_row_)
-      continue;
+    if (header.kind != static_cast<uint32_t>(FrameKind::kSteps)) continue;
     if (!tail.ReadPayload(frame, &payload)) continue;
     if (payload.size() != StepsPayloadBytes(layout, header.rows)) {
       throw std::invalid_argument("the rows in " + tail.sink().path() +
