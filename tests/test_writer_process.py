@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pyscan.writer import Writer, encode_json, layout_of
@@ -51,7 +52,7 @@ def test_rows_that_the_disk_cannot_take_are_dropped_counted_and_named(tmp_path: 
     assert accepted[:2] == [0, 1]
     assert dropped[0] == 2
     assert seconds[2] >= 0.02  # the first row without a slot waits; the others find that nothing has moved
-    assert sum(seconds[step] > 0.015 for step in dropped) == 1
+    assert np.median([seconds[step] for step in dropped[1:]]) < 0.01
     writer.flush()
     assert writer.write(100, row_of(100, schema))
     writer.close()
