@@ -96,17 +96,8 @@ class Writer:
         flags: int = 0,
     ) -> bool:
         """Hand over a row. False if it was dropped (the disk is too slow) or the writer is off."""
-        accepted = self._writer.write(
-            step,
-            time.time_ns() if time_ns is None else time_ns,
-            cells,
-            tokens=tokens,
-            loss=loss,
-            lr=lr,
-            grad_scale=grad_scale,
-            total_norm=total_norm,
-            flags=flags,
-        )
+        now = time.time_ns() if time_ns is None else time_ns
+        accepted = self._writer.write(step, now, cells, tokens, loss, lr, grad_scale, total_norm, flags)
         return accepted or self._refused()
 
     def event(self, kind: str, step: int, *, site: str | None = None, **fields: Any) -> bool:
