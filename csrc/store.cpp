@@ -85,12 +85,14 @@ Store::Store(const StoreOptions& options) : tail_path_(TailPath(options.path)), 
 
 void Store::Continue(const StoreOptions& options) {
   for (const FrameInfo& frame : main_.frames()) {
-    const bool steps = frame.header.kind == static_cast<uint32_t>(FrameKind::kSteps);
-    next_row_ = std::max(next_row_, frame.header.first_row + (steps ? frame.header.rows : 0));
+    if (frame.header.kind != static_cast<uint32_t>(FrameKind::kSteps)) continue;
+    next_row_ = std::max(next_row_, frame.header.first_row + frame.header.rows);
   }
   last_step_ = LastStep(main_);
   const std::string schema = LastSchema(main_);
   RecoverTail(schema == options.schema ? options.layout : options.previous_layout);
+  // Other frames may speak of rows that were lost; their numbers are not given again.
+  for (const FrameInfo& frame : main_.frames()) next_row_ = std::max(next_row_, frame.header.first_row);
   if (schema != options.schema) WriteBytes(FrameKind::kSchema, last_step_, 0, options.schema);
   first_row_ = next_row_;
   resumed_ = true;

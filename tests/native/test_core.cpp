@@ -178,6 +178,14 @@ bool WriteStep(Writer* writer, uint64_t step) {
   return writer->Write(record, cells.data(), cells.size());
 }
 
+// Flushes often enough that the queue never fills, however slow the machine.
+void WriteSteps(Writer* writer, uint64_t begin, uint64_t end) {
+  for (uint64_t step = begin; step < end; ++step) {
+    CHECK(WriteStep(writer, step));
+    if (step % 8 == 7) CHECK(writer->Flush(true));
+  }
+}
+
 // The steps in the main file, after checking that frames, numbers and payloads fit.
 std::vector<uint64_t> StepsIn(const std::string& path, uint32_t* resumed = nullptr) {
   FrameFile file;
@@ -212,7 +220,7 @@ void TestWriterWritesEveryRow() {
   for (const uint64_t rows : {0, 1, 64, 200}) {
     const WriterOptions options = OptionsFor("rows" + std::to_string(rows));
     Writer writer(options);
-    for (uint64_t step = 0; step < rows; ++step) CHECK(WriteStep(&writer, step));
+    WriteSteps(&writer, 0, rows);
     CHECK(writer.WriteEvent("{\"kind\":\"note\",\"step\":1,\"site\":null}"));
     CHECK(writer.WriteTokens(1, std::string(5000, 'x')));
     CHECK(writer.Close());
@@ -279,7 +287,7 @@ void Crash(const WriterOptions& options, uint64_t rows) {
   const pid_t child = fork();
   if (child == 0) {
     Writer writer(options);
-    for (uint64_t step = 0; step < rows; ++step) CHECK(WriteStep(&writer, step));
+    WriteSteps(&writer, 0, rows);
     CHECK(writer.Flush(true));
     CHECK(writer.num_flushed() == rows);
     std::_Exit(0);
@@ -296,7 +304,7 @@ void TestResumeAfterCrash() {
     {
       Writer writer(options);
       CHECK(writer.first_row() == rows && writer.last_step() == (rows > 0 ? rows - 1 : 0));
-      for (uint64_t step = rows; step < rows + 70; ++step) CHECK(WriteStep(&writer, step));
+      WriteSteps(&writer, rows, rows + 70);
     }
     uint32_t resumed = 0;
     CHECK(StepsIn(options.store.path, &resumed) == Range(0, rows + 70));
@@ -391,7 +399,7 @@ void TestTornFrameDoesNotSwallowWhatFollows() {
   WriterOptions options = OptionsFor("torn");
   {
     Writer writer(options);
-    for (uint64_t step = 0; step < 128; ++step) CHECK(WriteStep(&writer, step));
+    WriteSteps(&writer, 0, 128);
   }
   uint64_t cut = 0;
   {
@@ -403,7 +411,7 @@ void TestTornFrameDoesNotSwallowWhatFollows() {
   options.store.resume = true;
   {
     Writer writer(options);
-    for (uint64_t step = 64; step < 400; ++step) CHECK(WriteStep(&writer, step));
+    WriteSteps(&writer, 64, 400);
   }
   CHECK(StepsIn(options.store.path) == Range(0, 400));
 }
