@@ -169,9 +169,9 @@ void BindWriter(py::module_& m) {
       .def(py::init(&MakeWriter), py::arg("path"), py::arg("schema"), py::arg("layout"), py::arg("run_id"),
            py::kw_only(), py::arg("flush_seconds") = 2.0, py::arg("fsync") = "close", py::arg("queue_rows") = 16,
            py::arg("resume") = false, py::arg("previous_layout") = LayoutArgument())
-      .def("write", &Write, py::arg("step"), py::arg("time_ns"), py::arg("cells"), py::kw_only(),
-           py::arg("tokens") = py::none(), py::arg("loss") = py::none(), py::arg("lr") = py::none(),
-           py::arg("grad_scale") = py::none(), py::arg("total_norm") = py::none(), py::arg("flags") = 0)
+      .def("write", &Write, py::arg("step"), py::arg("time_ns"), py::arg("cells"), py::arg("tokens") = py::none(),
+           py::arg("loss") = py::none(), py::arg("lr") = py::none(), py::arg("grad_scale") = py::none(),
+           py::arg("total_norm") = py::none(), py::arg("flags") = 0)
       .def("event", &WriteEvent, py::arg("json"))
       .def("tokens", &Writer::WriteTokens, py::arg("step"), py::arg("payload"), no_gil)
       .def("schema", &ChangeSchema, py::arg("schema"), py::arg("layout"))

@@ -24,11 +24,12 @@ class RowQueue {
     for (Slot& slot : slots_) slot.cells.resize(num_cells);
   }
 
-  size_t num_slots() const { return slots_.size(); }
   size_t num_cells() const { return num_cells_; }
   size_t size() const {
     return num_pushed_.load(std::memory_order_acquire) - num_taken_.load(std::memory_order_acquire);
   }
+  // Half of the slots: reason enough to wake the taker.
+  size_t wake_size() const { return (slots_.size() + 1) / 2; }
   bool full() const { return size() == slots_.size(); }
 
   // Pusher. Copies num_cells() cells; false if every slot is taken.

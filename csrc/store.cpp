@@ -85,12 +85,14 @@ Store::Store(const StoreOptions& options) : tail_path_(TailPath(options.path)), 
 
 void Store::Continue(const StoreOptions& options) {
   for (const FrameInfo& frame : main_.frames()) {
-    const bool steps = frame.header.kind == static_cast<uint32_t>(FrameKind::kSteps);
-    next_row_ = std::max(next_row_, frame.header.first_row + (steps ? frame.header.rows : 0));
+    if (frame.header.kind != static_cast<uint32_t>(FrameKind::kSteps)) continue;
+    next_row_ = std::max(next_row_, frame.header.first_row + frame.header.rows);
   }
   last_step_ = LastStep(main_);
   const std::string schema = LastSchema(main_);
   RecoverTail(schema == options.schema ? options.layout : options.previous_layout);
+  // Other frames may speak of rows that were lost; their numbers are not given again.
+  for (const FrameInfo& frame : main_.frames()) next_row_ = std::max(next_row_, frame.header.first_row);
   if (schema != options.schema) WriteBytes(FrameKind::kSchema, last_step_, 0, options.schema);
   first_row_ = next_row_;
   resumed_ = true;
@@ -106,8 +108,7 @@ void Store::RecoverTail(const Layout& layout) {
   uint64_t block_row = next_row_;  // number of the first row of the block
   for (const FrameInfo& frame : tail.frames()) {
     const FrameHeader& header = frame.header;
-    if (header.kind != static_cast<uint32_t>(FrameKind::kSteps) || header.first_row + header.rows <= next_row_)
-      continue;
+    if (header.kind != static_cast<uint32_t>(FrameKind::kSteps)) continue;
     if (!tail.ReadPayload(frame, &payload)) continue;
     if (payload.size() != StepsPayloadBytes(layout, header.rows)) {
       throw std::invalid_argument("the rows in " + tail.sink().path() +

@@ -94,6 +94,7 @@ class Writer::Core {
   struct SchemaChange {
     const std::string& schema;
     const Layout& layout;
+    std::unique_ptr<RowQueue> queue;  // for rows of the new layout
   };
 
   void Run(const WriterOptions& options);
@@ -183,11 +184,10 @@ void Writer::Core::Open(const WriterOptions& options) {
 bool Writer::Core::Turn(Clock::time_point* deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   wake_.wait_until(lock, *deadline, [this] {
-    return closing_ || change_ != nullptr || flushes_wanted_ > flushes_done_ ||
-           queue_->size() * 2 >= queue_->num_slots();
+    return closing_ || change_ != nullptr || flushes_wanted_ > flushes_done_ || queue_->size() >= queue_->wake_size();
   });
   const bool closing = closing_;
-  const SchemaChange* change = change_;
+  SchemaChange* const change = change_;
   const uint64_t flushes = flushes_wanted_;
   const bool flush = closing || change != nullptr || flushes > flushes_done_ || Clock::now() >= *deadline;
   lock.unlock();
@@ -202,7 +202,7 @@ bool Writer::Core::Turn(Clock::time_point* deadline) {
   lock.lock();
   flushes_done_ = closing ? flushes_wanted_ : flushes;  // nobody may wait for a thread that ends
   if (change != nullptr) {
-    queue_ = MakeQueue(queue_rows_, change->layout);
+    queue_ = std::move(change->queue);
     change_ = nullptr;
   }
   progress_.notify_all();
@@ -279,7 +279,7 @@ bool Writer::Core::Push(const RowRecord& record, const double* cells, uint64_t n
   num_accepted.fetch_add(1, std::memory_order_relaxed);
   stalled_ = false;
   // The writer thread is woken once per half queue, not for each row; the rest waits for its tick.
-  if (queue_->size() * 2 == queue_->num_slots()) {
+  if (queue_->size() == queue_->wake_size()) {
     const std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_one();
   }
@@ -327,7 +327,7 @@ bool Writer::Core::Send(FrameKind kind, uint64_t step, std::string bytes) {
 bool Writer::Core::ChangeSchema(const std::string& schema, const Layout& layout) {
   const std::lock_guard<std::mutex> producer(producer_mutex_);
   if (off) return false;
-  SchemaChange change{schema, layout};
+  SchemaChange change{schema, layout, MakeQueue(queue_rows_, layout)};
   std::unique_lock<std::mutex> lock(mutex_);
   change_ = &change;
   wake_.notify_one();

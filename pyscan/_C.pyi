@@ -101,7 +101,6 @@ class Writer:
         step: int,
         time_ns: int,
         cells: NDArray[np.float64],
-        *,
         tokens: int | None = None,
         loss: float | None = None,
         lr: float | None = None,

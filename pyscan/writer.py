@@ -7,14 +7,14 @@ thread of its own. The first error of the disk becomes one warning, after which 
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import secrets
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,8 +66,7 @@ class Writer:
         queue_rows: int = 16,
     ) -> None:
         self.path = Path(path)
-        self._warn_lock = threading.Lock()
-        self._warned = False
+        self._num_warnings = itertools.count()  # counts without a lock, which a fork could leave locked
         previous = _previous_schema(self.path, schema) if resume else None
         self._writer = _C.Writer(
             os.fspath(self.path),
@@ -97,17 +96,8 @@ class Writer:
         flags: int = 0,
     ) -> bool:
         """Hand over a row. False if it was dropped (the disk is too slow) or the writer is off."""
-        accepted = self._writer.write(
-            step,
-            time.time_ns() if time_ns is None else time_ns,
-            cells,
-            tokens=tokens,
-            loss=loss,
-            lr=lr,
-            grad_scale=grad_scale,
-            total_norm=total_norm,
-            flags=flags,
-        )
+        now = time.time_ns() if time_ns is None else time_ns
+        accepted = self._writer.write(step, now, cells, tokens, loss, lr, grad_scale, total_norm, flags)
         return accepted or self._refused()
 
     def event(self, kind: str, step: int, *, site: str | None = None, **fields: Any) -> bool:
@@ -169,10 +159,8 @@ class Writer:
 
     def _refused(self) -> bool:
         """Warn about the first error, once; always False."""
-        with self._warn_lock:
-            error = None if self._warned else self._writer.error
-            self._warned = self._warned or error is not None
-        if error is not None:
+        error = self._writer.error
+        if error is not None and next(self._num_warnings) == 0:
             warnings.warn(
                 f"pyscan stopped recording: {error}. Training goes on; rows already written stay readable.",
                 RuntimeWarning,
@@ -194,7 +182,7 @@ def _previous_schema(path: Path, schema: Schema) -> dict[str, Any] | None:
     return previous
 
 
-def _close_at_exit(writer: Writer) -> Any:
+def _close_at_exit(writer: Writer) -> Callable[[], None]:
     """Register a close that does not keep the writer alive; returns what to unregister."""
     reference = weakref.ref(writer)
 

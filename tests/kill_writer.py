@@ -39,6 +39,8 @@ def main(path: str, pause_seconds: float) -> None:
     for step in range(MOST_ROWS):
         if writer.write(step, cells_of(step)):
             say(f"accepted {step} {time.monotonic()}")
+        if step % 10 == 9:
+            writer.event("note", step)
         if writer.rows_flushed > flushed:
             flushed = writer.rows_flushed
             say(f"flushed {flushed}")
