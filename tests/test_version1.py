@@ -98,9 +98,7 @@ def test_records_in_any_order_are_read_alike() -> None:
 def test_every_uint16_value_survives_import_and_export(tmp_path: Path) -> None:
     records = pyscan.open(EVERY_VALUE).records
     assert len(set(records["activation"].tolist())) == len(set(records["grad_norm"].tolist())) == 65536
-    assert (
-        pyscan.open(tmp_path / "one.mscan" if round_trip(EVERY_VALUE, tmp_path) else "").channel("act").codec == "u16"
-    )
+    round_trip(EVERY_VALUE, tmp_path)
     with pyscan.open(tmp_path / "two.mscan") as two:
         assert two.channel("act").codec == "u16"
 
@@ -114,14 +112,15 @@ def test_missing_records_survive_import_and_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real version 1.1 file is not beside the repository")
-def test_a_real_file_survives_import_and_export_to_the_byte_of_its_records(tmp_path: Path) -> None:
+def test_a_real_file_survives_import_and_export_record_by_record(tmp_path: Path) -> None:
     run = pyscan.open(REAL)
     assert (len(run.steps), len(run.sites), sum(s.num_blocks for s in run.sites)) == (1, 196, 5376)
     assert run.model == "Qwen/Qwen3-1.7B"
     assert all((run.grad(site.name) == 0).all() for site in run.sites)
     exported = round_trip(REAL, tmp_path)
     one, two = REAL.read_bytes(), exported.read_bytes()
-    assert one[HEADER.unpack_from(one)[2] :] == two[HEADER.unpack_from(two)[2] :]
+    records = [np.frombuffer(data, RECORD_DTYPE, offset=HEADER.unpack_from(data)[2]) for data in (one, two)]
+    assert np.array_equal(np.sort(records[0], order=RECORD_DTYPE.names), np.sort(records[1], order=RECORD_DTYPE.names))
     headers = [json.loads(data[HEADER.size : HEADER.unpack_from(data)[2]]) for data in (one, two)]
     assert headers[0] == headers[1]
 
