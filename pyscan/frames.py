@@ -32,6 +32,7 @@ class ScanFile:
         self.header = fmt.decode_header(self.view)
         self.damage: dict[int, str] = {}
         self._chunks: dict[int, bytearray] = {}
+        self.has_index = False
         indexed = self._read_index()
         self.frames = indexed if indexed is not None else []
         self.has_index = indexed is not None
@@ -140,7 +141,7 @@ class ScanFile:
         return self.frames_of_index(index)
 
     def frames_of_index(self, index: Frame) -> list[Frame] | None:
-        count = (index.payload_bytes - 16) // fmt.INDEX_DTYPE.itemsize
+        count = max(index.payload_bytes - 16, 0) // fmt.INDEX_DTYPE.itemsize
         entries = np.frombuffer(self.view, fmt.INDEX_DTYPE, count, index.payload_offset)
         frames, end = [], fmt.HEADER_BYTES
         for offset, kind, rows, first_step, first_row, payload_bytes, number in entries.tolist():
@@ -175,8 +176,7 @@ class ScanFile:
 
     def _trust(self, frame: Frame) -> bytearray:
         """The states of a frame touched for the first time: all bad if its header or chunk table does not fit."""
-        found = self._frame_at(frame.offset)
-        if found != frame:
+        if self.has_index and (found := self._frame_at(frame.offset)) != frame:
             self.damage[frame.offset] = found if isinstance(found, str) else "the index does not describe this frame"
             return bytearray([_BAD]) * frame.num_chunks
         table = self.view[frame.table_offset : frame.payload_offset]
@@ -186,8 +186,9 @@ class ScanFile:
         return bytearray(frame.num_chunks)
 
     def _test(self, frame: Frame, chunk: int) -> int:
-        start = frame.payload_offset + chunk * fmt.CHUNK_BYTES
-        stop = min(start + fmt.CHUNK_BYTES, frame.payload_offset + frame.payload_bytes)
+        payload = frame.payload_offset
+        start = payload + chunk * fmt.CHUNK_BYTES
+        stop = min(start + fmt.CHUNK_BYTES, payload + frame.payload_bytes)
         if zlib.crc32(self.view[start:stop]) == fmt.chunk_crc(self.view, frame, chunk):
             return _GOOD
         self.damage[start] = f"damaged chunk of frame {frame.frame_number}"
