@@ -94,7 +94,7 @@ class Version1Run(Run):
     def _sorted(self, records: Array) -> Array:
         """By parameter, in the order written inside each, so that one site is one slice."""
         order = np.argsort(records["param_id"], kind="stable")
-        self._first = np.searchsorted(records["param_id"][order], np.arange(65537))
+        self._first = np.append(0, np.cumsum(np.bincount(records["param_id"], minlength=65536)))
         return records[order]
 
     def _of(self, param_id: int) -> Array:

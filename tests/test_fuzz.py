@@ -22,11 +22,10 @@ def test_five_thousand_mutants_are_read_or_refused(tmp_path: Path) -> None:
 
 def test_a_length_that_is_believed_too_early_would_be_found(tmp_path: Path) -> None:
     """The same run with a reader that does not ask whether a frame ends inside the file."""
-    code = HARNESS.read_text().replace(
-        "if __name__ ==",
-        "fmt.decode_frame.__globals__['len'] = lambda data: 1 << 62 if isinstance(data, memoryview) else data.__len__()\n"
-        "if __name__ ==",
+    fault = (
+        "fmt.decode_frame.__globals__['len'] = lambda data: 1 << 62 if isinstance(data, memoryview) else data.__len__()"
     )
+    code = HARNESS.read_text().replace("if __name__ ==", f"{fault}\nif __name__ ==")
     code = code.replace("Path(__file__).resolve().parent.parent", f"Path({str(HARNESS.parent.parent)!r})")
     broken = tmp_path / "broken.py"
     broken.write_text(code)
