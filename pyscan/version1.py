@@ -21,7 +21,8 @@ from pyscan.errors import ScanError, ScanFormatError
 from pyscan.format import MAGIC
 from pyscan.payloads import Event
 from pyscan.run import Run
-from pyscan.schema import Channel, SiteInfo, loads_strict
+from pyscan.schema import Channel, SiteInfo
+from pyscan.strict_json import loads_strict
 from pyscan.timeline import STEPS_DTYPE
 
 HEADER = struct.Struct("<5sHII")
