@@ -43,18 +43,18 @@ class Segment(NamedTuple):
 class Timeline:
     segments: list[Segment]
     rows: Array  # as stored
+    numbers: Array  # of these rows, counted over the whole file
     steps: Array  # as users see them
     # row numbers of the first rows after a resume, ascending, and the lowest step resumed at from each of them on
     resumed_at: list[int]
     resumed_step: list[int]
 
-    def is_voided(self, step: int, next_row: int, *, before_resume: bool) -> bool:
+    def is_voided(self, step: int, next_row: int) -> bool:
         """Whether an event or tokens frame of `step`, written when `next_row` was to come, is of an abandoned timeline.
 
-        `before_resume` decides for what was written between the last row and the resumed one: on which side it stands.
+        A writer that resumes writes neither before its first row, so what has the number of that row is older.
         """
-        find = bisect_left if before_resume else bisect_right
-        place = find(self.resumed_at, next_row)
+        place = bisect_left(self.resumed_at, next_row)
         return place < len(self.resumed_at) and step >= self.resumed_step[place]
 
     def overlapping(self, start: int, stop: int) -> list[Segment]:
@@ -64,19 +64,35 @@ class Timeline:
 
 
 def arrange(parts: list[Part]) -> Timeline:
-    tables = [part.table[part.skip :] for part in parts]
-    rows = np.concatenate(tables) if tables else np.zeros(0, ROW_DTYPE)
-    keep = _in_force(rows)
+    rows = _all_rows(parts)
+    numbers = _row_numbers(parts)
+    resumed_at, resumed_step = _resumes(numbers, rows)
+    keep = _in_force(rows) if resumed_at else None
+    segments = _segments(parts, keep)
+    if keep is not None:
+        rows, numbers = rows[keep], numbers[keep]
+    return Timeline(segments, rows, numbers, known_steps(rows), resumed_at, resumed_step)
+
+
+def _all_rows(parts: list[Part]) -> Array:
+    tables = b"".join(part.table[part.skip :].tobytes() for part in parts)
+    return np.frombuffer(tables, ROW_DTYPE)
+
+
+def _segments(parts: list[Part], keep: Array | None) -> list[Segment]:
+    """The rows of each frame that are kept; None keeps all."""
     segments, first, start = [], 0, 0
-    for part, table in zip(parts, tables, strict=True):
-        kept = keep[first : first + len(table)]
-        stop = start + int(kept.sum())
+    for part in parts:
+        count = len(part.table) - part.skip
+        places: slice | Array = slice(part.skip, None)
+        stop = start + count
+        if keep is not None and not keep[first : first + count].all():
+            places = np.flatnonzero(keep[first : first + count]) + part.skip
+            stop = start + len(places)
         if stop > start:
-            whole = stop - start == len(table)
-            places = slice(part.skip, None) if whole else np.flatnonzero(kept) + part.skip
             segments.append(Segment(part, start, stop, places))
-        first, start = first + len(table), stop
-    return Timeline(segments, rows[keep], known_steps(rows[keep]), *_resumes(parts, rows))
+        first, start = first + count, stop
+    return segments
 
 
 def known_steps(rows: Array) -> Array:
@@ -96,12 +112,16 @@ def _in_force(rows: Array) -> Array:
     return np.asarray((rows["step"] < later) | (later == _NEVER))
 
 
-def _resumes(parts: list[Part], rows: Array) -> tuple[list[int], list[int]]:
-    places = np.flatnonzero(rows["flags"] & ROW_RESUMED).tolist()
-    if not places:
-        return [], []
-    numbers = [part.frame.first_row + row for part in parts for row in range(part.skip, len(part.table))]
-    resumes = sorted((numbers[place], int(rows["step"][place])) for place in places)
+def _row_numbers(parts: list[Part]) -> Array:
+    numbers = [
+        np.arange(part.skip, len(part.table), dtype=np.uint64) + np.uint64(part.frame.first_row) for part in parts
+    ]
+    return np.concatenate(numbers) if numbers else np.zeros(0, np.uint64)
+
+
+def _resumes(numbers: Array, rows: Array) -> tuple[list[int], list[int]]:
+    places = np.flatnonzero(rows["flags"] & ROW_RESUMED)
+    resumes = sorted(zip(numbers[places].tolist(), rows["step"][places].tolist(), strict=True))
     steps = [step for _, step in resumes]
     for i in range(len(steps) - 2, -1, -1):
         steps[i] = min(steps[i], steps[i + 1])
@@ -116,29 +136,31 @@ def gather(
     out = np.empty((cells[1] - cells[0], stop - start), dtype)
     lost: Array | None = None
     for segment in segments:
-        stored, bad = _cells_of_frame(segment.part, channel, cells)
+        stored, bad = cells_of_frame(segment.part, channel, cells)
         low, high = max(segment.start, start), min(segment.stop, stop)
         rows = slice(low - segment.start, high - segment.start)
         place = slice(low - start, high - start)
-        out[:, place] = stored[:, segment.keep][:, rows]
+        whole = high - low == segment.part.frame.rows
+        out[:, place] = stored if whole else stored[:, segment.keep][:, rows]
         if bad is not None:
             lost = np.zeros(out.shape, bool) if lost is None else lost
             lost[:, place] = bad[:, segment.keep][:, rows]
     return out, lost
 
 
-def _cells_of_frame(part: Part, channel: int, cells: tuple[int, int]) -> tuple[Array, Array | None]:
+def cells_of_frame(part: Part, channel: int, cells: tuple[int, int]) -> tuple[Array, Array | None]:
     """One frame's share of the above, all its rows, as a view of the file."""
     frame, layout = part.frame, part.layout
     dtype = DTYPES[layout.schema.channels[channel].codec]
     section = layout.sections(frame.rows)[0][channel]
     row_major = bool(frame.flags & FRAME_ROW_MAJOR)
     first, end = (0, layout.num_cells[channel]) if row_major else cells
-    start = section + first * frame.rows * dtype.itemsize
+    itemsize = dtype.itemsize
+    start = section + first * frame.rows * itemsize
     count = (end - first) * frame.rows
     stored = np.frombuffer(part.file.view, dtype, count, frame.payload_offset + start)
-    bad = part.file.bad_chunks(frame, start, start + count * dtype.itemsize) if count else []
-    lost = _lost(bad, start, count, dtype.itemsize) if bad else None
+    bad = part.file.bad_chunks(frame, start, start + count * itemsize) if count else []
+    lost = _lost(bad, start, count, itemsize) if bad else None
     if row_major:
         shape, pick = (frame.rows, end), slice(*cells)
         return stored.reshape(shape)[:, pick].T, None if lost is None else lost.reshape(shape)[:, pick].T
