@@ -130,6 +130,12 @@ class StepBuffer:
         return row
 
 
+def to_local(x: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a sharded tensor (a DTensor, of a module that need not be imported)."""
+    local: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local
+
+
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """x as the engine can address it: of one of its dtypes, and contiguous or a matrix. May be a copy: keep it alive."""
     if x.dtype not in DTYPES:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyscan.accumulate import StepBuffer
+from pyscan.accumulate import StepBuffer, to_local
 
 _is_grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_PLAIN = (Tensor, torch.nn.Parameter)
 _is_tracing = torch._C._get_tracing_state
 
 
@@ -38,7 +39,7 @@ class Capture:
             return
         thread = threading.get_ident()
         last_thread, last, version = self._last
-        if x is last and thread == last_thread and x._version == version:
+        if last is not None and x is last and thread == last_thread and x._version == version:
             self._buffer.repeat_input(site)
             return
         plain = _plain(x)
@@ -69,8 +70,8 @@ class Capture:
         self._last = (0, None, 0)
 
     def _is_recompute(self, site: int) -> bool:
-        """Whether this input was recorded before. Inside a backward, checkpointing runs a forward again: for the second
-        time if the first had gradients enabled (then it saves tensors through hooks), else for the first that counts."""
+        """Whether this input was recorded before. Inside a backward, checkpointing runs a forward again: the second that
+        counts if the first had gradients enabled (then tensors are saved through hooks), else the first."""
         if _graph_task() == -1:
             self._direct[site] = 1
             return _is_tracing() is not None
@@ -83,14 +84,11 @@ class Capture:
         return x[mask]
 
 
-def _plain(x: Any) -> Tensor | None:
+def _plain(value: Any) -> Tensor | None:
     """The tensor to read, or None where there is nothing to read: fake and meta tensors, tensors inside a transform."""
-    if type(x) is Tensor or type(x) is torch.nn.Parameter:
-        x = x.detach()
-    elif isinstance(x, Tensor):
-        x = _local(x)
-    else:
+    if not isinstance(value, Tensor):
         return None
+    x = value.detach() if type(value) in _PLAIN else _local(value)
     if x is None or x.is_meta or not x.is_floating_point() or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return None
     return x
@@ -98,9 +96,6 @@ def _plain(x: Any) -> Tensor | None:
 
 def _local(x: Tensor) -> Tensor | None:
     """What a tensor subclass holds on this rank."""
-    if hasattr(x, "to_local"):
-        local: Tensor = x.detach().to_local()
-        return local
     if isinstance(x, torch._subclasses.FakeTensor):
         return None
-    return x.detach()
+    return to_local(x.detach())

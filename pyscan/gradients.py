@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pyscan.accumulate import StepBuffer
+from pyscan.accumulate import StepBuffer, to_local
 from pyscan.sites import Site
 
 _graph_task = torch._C._current_graph_task_id
@@ -56,7 +56,8 @@ class GradientReader:
         self._handles: list[Any] = []
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
         for weight in self.weights:
-            self._handles.append(weight.parameter.register_post_accumulate_grad_hook(_Accumulated(self, weight)))
+            hook = _Accumulated(self, weight)
+            self._handles.append(weight.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -130,10 +131,11 @@ class GradientReader:
             self._buffer.set_grad(index, site.matrix(grad))
 
     def _steal(self, weight: Weight) -> None:
-        """The optimizer steps inside the backward and leaves no gradient: see it before it is accumulated, from now on."""
+        """The optimizer steps inside the backward and leaves no gradient: from now on see it before that."""
         if not weight.stolen:
             weight.stolen = True
-            self._handles.append(weight.parameter.register_hook(_Arriving(self, weight)))
+            hook = _Arriving(self, weight)
+            self._handles.append(weight.parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def arriving(self, weight: Weight, grad: Tensor) -> None:
         if self.active and not torch.compiler.is_compiling():
@@ -159,9 +161,7 @@ def _state(grad: Tensor) -> tuple[int, int]:
 
 def _dense(grad: Tensor) -> Tensor:
     """The values to reduce: of a sparse gradient its rows (each once), of a sharded one what this rank holds."""
-    grad = grad.detach()
-    if hasattr(grad, "to_local"):
-        grad = grad.to_local()
+    grad = to_local(grad.detach())
     if grad.is_sparse:
         grad = grad.coalesce()._values()
     return grad

@@ -22,8 +22,8 @@ _probes: dict[int, Callable[[Tensor], None]] = {}  # value of a key -> what an o
 _numbers = itertools.count(1)
 
 # The key counts as changed by the operator, which keeps it in the graph although it returns nothing.
-_library = torch.library.Library("pyscan", "DEF")
-_library.define("observe(Tensor x, Tensor(a!) key) -> ()")
+_library = torch.library.Library("pyscan", "DEF")  # type: ignore[no-untyped-call]
+_library.define("observe(Tensor x, Tensor(a!) key) -> ()")  # type: ignore[no-untyped-call]
 
 
 def _observe(x: Tensor, key: Tensor) -> None:
@@ -32,12 +32,12 @@ def _observe(x: Tensor, key: Tensor) -> None:
         probe(x)
 
 
-_library.impl("observe", _observe, "CompositeExplicitAutograd")
+_library.impl("observe", _observe, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("pyscan::observe", lambda x, key: None, lib=_library)
 
 
 class Probe:
-    """What a module hands its tensors to; neither callable may raise. In a copy of the model there is nobody behind it."""
+    """What a module hands its tensors to; must not raise. In a copy of the model there is nobody behind it."""
 
     def __init__(self, see: Callable[[Any], None], see_compiled: Callable[[Tensor], None]) -> None:
         self.see = see
@@ -85,7 +85,7 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     x = args[0] if args else next(iter(kwargs.values()), None)
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and isinstance(x, Tensor):
-            torch.ops.pyscan.observe(x.detach(), module._pyscan_probe.key)
+            torch.ops.pyscan.observe(x.detach(), module._pyscan_probe.key)  # type: ignore[union-attr]
         return
     module.__dict__[PROBE].see(x)
 
@@ -93,7 +93,7 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and isinstance(output, Tensor):
-            torch.ops.pyscan.observe(output.detach(), module._pyscan_probe.key)
+            torch.ops.pyscan.observe(output.detach(), module._pyscan_probe.key)  # type: ignore[union-attr]
         return
     module.__dict__[PROBE].see(output)
 

@@ -40,7 +40,7 @@ from pyscan.upkeep import ModelState
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
-_UNSEEN = "its module was not called, or ran inside a compiled region or a fused kernel"
+_UNSEEN = "its input was not seen; its module was not called, or ran inside a compiled region or a fused kernel"
 
 
 def attach(
@@ -312,23 +312,26 @@ class Scanner:
         self._set_active()
 
     def _explain_silence(self, cells: NDArray[np.float64]) -> None:
-        """Say once, after the first row that has gradients, which inputs never came; and why, if nothing came at all."""
-        if not (cells >= 0).any() and not np.isnan(cells).any():
+        """Say once which inputs never came, after the first row that has gradients; or that nothing came at all."""
+        if (cells < 0).all():
             self._event_once(
                 "nothing_recorded",
-                text="nothing was recorded in this step: no forward of this model ran with gradients enabled. generate() "
-                "and no_grad() record nothing: run a forward on the generated tokens and call backward()",
+                text="nothing was recorded in this step: no forward of this model ran with gradients enabled. "
+                "generate() and no_grad() record nothing: run a forward on the generated tokens and call backward()",
             )
             return
         if self._explained or not self.buffer.has_grads(cells):
             return
         self._explained = True
+        silent = []
         for index, site in enumerate(self._inventory.sites):
-            silent = site.observe != "none" and site.expert is None and site.tied_to is None
-            if silent and not self.buffer.observed(cells, "act", index) and self.buffer.observed(cells, "grad", index):
-                reason = self._functional.problems.get(index, "its input was not seen: " + _UNSEEN)
-                self._inventory.coverage[site.name] = f"gradient only: {reason}"
-                self._event("input_not_seen", site=site.name, text=f"{site.name!r}: {reason}")
+            due = site.observe != "none" and site.expert is None and site.tied_to is None
+            if due and self.buffer.observed(cells, "grad", index) and not self.buffer.observed(cells, "act", index):
+                self._inventory.coverage[site.name] = f"gradient only: {self._functional.problems.get(index, _UNSEEN)}"
+                silent.append(site.name)
+        if silent:
+            reason = self._inventory.coverage[silent[0]]
+            self._event("input_not_seen", site=silent[0], sites=silent, text=f"{len(silent)} sites, {reason}")
 
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
@@ -449,6 +452,5 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _forget_compiled_code() -> None:
     """Code that was compiled before these hooks existed does not run them: let it be compiled again."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters["frames"]["total"]:
-        dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

@@ -123,7 +123,7 @@ def test_an_input_hidden_in_a_compiled_region_is_named() -> None:
         family.loss(compiled).backward()
         scan.step()
         events: list[dict[str, Any]] = [event for event in scan.events if event["kind"] == "input_not_seen"]
-    hidden = {event["site"] for event in events}
+    hidden = set(events[0]["sites"])
     assert "encoder.layers.0.self_attn.in_proj_weight" in hidden
     assert all("compiled region" in scan.coverage()[name] for name in hidden)
 

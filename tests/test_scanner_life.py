@@ -151,10 +151,14 @@ def test_errors_anywhere_stay_inside(where: str) -> None:
             raise RuntimeError("planted")
 
         setattr(scan.buffer, where, broken)
-        with pytest.warns(RuntimeWarning, match="turned itself off"):
+
+        def two_steps() -> None:
             for _ in range(2):
                 model(**batch(1)).loss.backward()
                 optimizer.step()
+
+        with pytest.warns(RuntimeWarning, match="turned itself off"):
+            two_steps()
     assert kinds(scan) == ["attached", "off"]
 
 
