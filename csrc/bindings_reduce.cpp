@@ -107,6 +107,9 @@ void BindStepBuffer(py::module_& m) {
              const py::gil_scoped_release free;
              self.AddRanges(first_slot, x, data, count, num_threads);
            })
+      .def("expect", [](StepBuffer& self, int64_t slot, int dtype, int64_t rows,
+                        int64_t cols) { self.Expect(slot, static_cast<DType>(dtype), rows, cols); })
+      .def("set_many", &StepBuffer::SetMany, release)
       .def("seen", &StepBuffer::Seen)
       .def("forget", &StepBuffer::Forget)
       .def(

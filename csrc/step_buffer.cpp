@@ -10,6 +10,7 @@ namespace pyscan {
 StepBuffer::StepBuffer(int64_t num_cells, std::vector<Slot> slots)
     : num_cells_(num_cells),
       slots_(std::move(slots)),
+      expected_(slots_.size()),
       row_(num_cells, 0.0),
       bad_(num_cells, 0.0),
       seen_(slots_.size(), 0) {
@@ -32,6 +33,7 @@ StepBuffer::Sums& StepBuffer::Last() {
 }
 
 const StepBuffer::Sums& StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads) const {
+  if (x.data == nullptr && x.rows > 0 && x.cols > 0) throw std::invalid_argument("the matrix has no address");
   const int64_t num_blocks = NumBlocks(x, slot.blocks);
   if (num_blocks != slot.num_blocks)
     throw std::invalid_argument("a matrix of " + std::to_string(num_blocks) + " blocks came for a slot of " +
@@ -78,6 +80,24 @@ void StepBuffer::Set(int64_t slot, const Matrix& x, int num_threads) {
   const std::lock_guard<std::mutex> lock(mutex_);
   seen_[slot] = 0;
   Merge(slot, sums);
+}
+
+void StepBuffer::Expect(int64_t slot, DType dtype, int64_t rows, int64_t cols) {
+  const Slot& wanted = At(slot);
+  const Matrix x{nullptr, dtype, rows, cols, cols, 1};
+  if (NumBlocks(x, wanted.blocks) != wanted.num_blocks)
+    throw std::invalid_argument("slot " + std::to_string(slot) + " expects another number of blocks");
+  expected_[slot] = x;
+}
+
+void StepBuffer::SetMany(const std::vector<int64_t>& slots, const std::vector<uintptr_t>& addresses, int num_threads) {
+  if (slots.size() != addresses.size()) throw std::invalid_argument("every slot needs an address");
+  for (size_t i = 0; i < slots.size(); ++i) {
+    At(slots[i]);
+    Matrix x = expected_[slots[i]];
+    x.data = reinterpret_cast<const void*>(addresses[i]);
+    Set(slots[i], x, num_threads);
+  }
 }
 
 void StepBuffer::AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges,

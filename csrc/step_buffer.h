@@ -42,6 +42,10 @@ class StepBuffer {
   void Repeat(int64_t slot);
   // Puts a matrix in the place of what the slot holds: a gradient is read again when it has changed.
   void Set(int64_t slot, const Matrix& x, int num_threads);
+  // Says what contiguous matrix SetMany will find for a slot.
+  void Expect(int64_t slot, DType dtype, int64_t rows, int64_t cols);
+  // Set for many small matrices at once, each as it was announced with Expect.
+  void SetMany(const std::vector<int64_t>& slots, const std::vector<uintptr_t>& addresses, int num_threads);
   // Row ranges of one matrix, one per slot: range i ends before row ends[i] and begins where the one before it ended.
   // An empty range leaves its slot as it is.
   void AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges, int num_threads);
@@ -68,7 +72,8 @@ class StepBuffer {
 
   const int64_t num_cells_;
   const std::vector<Slot> slots_;
-  mutable std::mutex mutex_;  // guards all below
+  std::vector<Matrix> expected_;  // per slot, without an address; written before the first SetMany only
+  mutable std::mutex mutex_;      // guards all below
   std::vector<double> row_;
   std::vector<double> bad_;  // non-finite values per block, where row_ has its sum of squares
   std::vector<char> seen_;

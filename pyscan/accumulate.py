@@ -54,7 +54,7 @@ class StepBuffer:
         self.layout = Layout(schema)
         self._firsts = np.concatenate([[0], np.cumsum(self.layout.num_cells)]).tolist()
         self._num_sites = len(sites)
-        self._in_axes = [site.in_axis for site in sites]
+        self._num_features = [site.shape[1] for site in sites]
         self._has_rows = ROWS in self.layout.channel_index
         self.num_threads = torch.get_num_threads()
         slots = [self._slot(i, site, "act") for i, site in enumerate(sites)]
@@ -92,6 +92,11 @@ class StepBuffer:
 
     def add_input(self, site: int, x: torch.Tensor) -> None:
         """Add the rows of x, whose last dimension is the site's input."""
+        dtype = DTYPES.get(x.dtype)
+        if dtype is not None and x.is_contiguous():  # as nearly all are: nothing to look up in Python but an address
+            cols = self._num_features[site]
+            self._native.add(site, x.data_ptr(), dtype, x.numel() // cols, cols, cols, 1, self.num_threads)
+            return
         x = _readable(x)
         self._native.add(site, *_matrix(x), self.num_threads)
 
@@ -104,13 +109,29 @@ class StepBuffer:
         x = _readable(x)
         self._native.add_ranges(site, *_matrix(x), ends.to(torch.int32).numpy(), self.num_threads)
 
+    def expect_grad(self, site: int, parameter: torch.Tensor) -> None:
+        """Let `set_grads` find the site's gradient as a contiguous matrix like its parameter."""
+        rows, cols = parameter.shape
+        for slot in self._grad_slots(site):
+            self._native.expect(slot, DTYPES[parameter.dtype], rows, cols)
+
+    def set_grads(self, sites: list[int], addresses: list[int]) -> None:
+        """Take many gradients at once, each as `expect_grad` announced it."""
+        slots = [slot for site in sites for slot in self._grad_slots(site)]
+        if self._has_rows:
+            addresses = [address for address in addresses for _ in range(2)]
+        self._native.set_many(slots, addresses, self.num_threads)
+
+    def _grad_slots(self, site: int) -> tuple[int, ...]:
+        first = self._num_sites + site
+        return (first, first + self._num_sites) if self._has_rows else (first,)
+
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""
         grad = _readable(grad)
         matrix = _matrix(grad)
-        self._native.set(self._num_sites + site, *matrix, self.num_threads)
-        if self._has_rows:
-            self._native.set(2 * self._num_sites + site, *matrix, self.num_threads)
+        for slot in self._grad_slots(site):
+            self._native.set(slot, *matrix, self.num_threads)
 
     def observed(self, row: NDArray[np.float64], channel: str, site: int) -> bool:
         """Whether a finished row has the site in this channel."""
@@ -137,7 +158,7 @@ def to_local(x: torch.Tensor) -> torch.Tensor:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x as the engine can address it: of one of its dtypes, and contiguous or a matrix. May be a copy: keep it alive."""
+    """x as the engine can address it: of one of its dtypes, contiguous or a matrix. Maybe a copy: keep it alive."""
     if x.dtype not in DTYPES:
         x = x.float()
     return x if x.is_contiguous() or x.ndim == 2 else x.reshape(-1, x.shape[-1])

@@ -1,12 +1,14 @@
 """Read each weight's gradient at the right moment: complete, synchronised, before clipping.
 
 Receives the parameters of the sites, notes when autograd has added to a gradient, and reads it into the step buffer: at
-once, while it is hot in the cache, where nothing changes it afterwards; else at the end of the backward. With several
+once, while it is hot in the cache, if it is large and nothing changes it afterwards; else at the end of the backward,
+all small ones together. With several
 backwards per step only the last one is read; how many there are is known from the step before.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,15 +17,20 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pyscan.accumulate import StepBuffer, to_local
+from pyscan.engine import DTYPES
 from pyscan.sites import Site
 
+_clock = time.perf_counter
 _graph_task = torch._C._current_graph_task_id
+
+# A gradient below this is still in a cache at the end of the backward, and costs more to call for than to read.
+SMALL_BYTES = 1 << 18
 
 
 class Weight:
     """A parameter with the sites it fills and what is known of its gradient in this step."""
 
-    __slots__ = ("expected", "members", "num_backwards", "parameter", "read", "stolen")
+    __slots__ = ("expected", "is_simple", "is_small", "members", "num_backwards", "parameter", "read", "stolen")
 
     def __init__(self, parameter: nn.Parameter, members: list[tuple[int, Site]]) -> None:
         self.parameter = parameter
@@ -32,6 +39,9 @@ class Weight:
         self.expected = 0  # in the step before; 0: not known
         self.read: tuple[int, int] | None = None  # (address, version) of the gradient in the buffer
         self.stolen = False  # something takes the gradient away inside the backward
+        # One site that is the whole parameter: its gradient needs nothing but an address.
+        self.is_simple = len(members) == 1 and parameter.ndim == 2 and parameter.dtype in DTYPES
+        self.is_small = self.is_simple and parameter.nbytes < SMALL_BYTES
 
 
 class GradientReader:
@@ -47,38 +57,49 @@ class GradientReader:
         on_error: Callable[[Exception], None],
     ) -> None:
         self.active = True
+        self.seconds = 0.0  # spent reading since the last row
         self._buffer = buffer
         self._early = early
         self._on_read = on_read
         self._on_error = on_error
-        self._task = -1  # the backward whose end is being waited for
-        self._dirty: list[Weight] = []
+        # Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
+        # backward inside another; one that raised never ends, and is forgotten with the step.
+        self._dirty: dict[int, list[Weight]] = {}
         self._handles: list[Any] = []
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
         for weight in self.weights:
-            hook = _Accumulated(self, weight)
+            if weight.is_simple:
+                buffer.expect_grad(weight.members[0][0], weight.parameter)
+            hook = self._hook(weight)
             self._handles.append(weight.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def accumulated(self, weight: Weight) -> None:
-        """Autograd has added to the weight's gradient."""
-        if not self.active:
-            return
+    def _hook(self, weight: Weight) -> Callable[[Tensor], None]:
+        """What autograd calls when it has added to the weight's gradient. Copies of a parameter leave it behind."""
+        read_now = self._early and not weight.is_small
+
+        def accumulated(parameter: Tensor) -> None:
+            if not self.active:
+                return
+            try:
+                weight.num_backwards += 1
+                (self._dirty.get(_graph_task()) or self._backward_begins()).append(weight)
+                if read_now and weight.num_backwards >= weight.expected and parameter.grad is not None:
+                    start = _clock()
+                    self._read(weight)
+                    self.seconds += _clock() - start
+            except Exception as error:
+                self._on_error(error)
+
+        return accumulated
+
+    def _backward_begins(self) -> list[Weight]:
         task = _graph_task()
-        if task != self._task:
-            # A backward that raised never came to its end: what it left is not waited for.
-            self._task = task
-            self._dirty.clear()
-            Variable._execution_engine.queue_callback(self._backward_ends)
-        weight.num_backwards += 1
-        self._dirty.append(weight)
-        if weight.parameter.grad is None:
-            self._steal(weight)
-        elif self._early and weight.num_backwards >= weight.expected:
-            self._read(weight)
+        Variable._execution_engine.queue_callback(lambda: self._backward_ends(task))
+        return self._dirty.setdefault(task, [])
 
     def read_rest(self) -> list[int]:
         """Read what the step has not read yet; returns the sites that were read so late."""
@@ -91,32 +112,45 @@ class GradientReader:
 
     def next_step(self) -> None:
         """The row is closed: what was counted is what to expect."""
+        self._dirty.clear()
         for weight in self.weights:
             if weight.num_backwards:
                 weight.expected = weight.num_backwards
             weight.num_backwards = 0
             weight.read = None
 
-    def _backward_ends(self) -> None:
+    def _backward_ends(self, task: int) -> None:
         if self._early:
-            self._settle()
+            self._settle(task)
         else:
             # Data parallelism finishes its gradients in a callback of its own: one queued from here runs after it.
-            Variable._execution_engine.queue_callback(self._settle)
+            Variable._execution_engine.queue_callback(lambda: self._settle(task))
 
-    def _settle(self) -> None:
+    def _settle(self, task: int) -> None:
         """Read what is due and not read, or changed since it was."""
+        start = _clock()
         try:
-            self._task = -1
-            dirty, self._dirty = self._dirty, []
-            for weight in dirty:
+            sites: list[int] = []
+            addresses: list[int] = []
+            for weight in self._dirty.pop(task, ()):
                 grad = weight.parameter.grad
-                if grad is None or weight.num_backwards < weight.expected:
+                if grad is None:
+                    self._steal(weight)
                     continue
-                if weight.read is None or weight.read != _state(grad):
+                if weight.num_backwards < weight.expected or weight.read == (state := _state(grad)):
+                    continue
+                if weight.is_simple and type(grad) is Tensor and grad.is_contiguous():
+                    weight.read = state
+                    sites.append(weight.members[0][0])
+                    addresses.append(state[0])
+                else:
                     self._read(weight)
+            if sites:
+                self._on_read()
+                self._buffer.set_grads(sites, addresses)
         except Exception as error:
             self._on_error(error)
+        self.seconds += _clock() - start
 
     def _read(self, weight: Weight) -> None:
         grad = weight.parameter.grad
@@ -132,15 +166,20 @@ class GradientReader:
 
     def _steal(self, weight: Weight) -> None:
         """The optimizer steps inside the backward and leaves no gradient: from now on see it before that."""
-        if not weight.stolen:
-            weight.stolen = True
-            hook = _Arriving(self, weight)
-            self._handles.append(weight.parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+        if weight.stolen:
+            return
+        weight.stolen = True
 
-    def arriving(self, weight: Weight, grad: Tensor) -> None:
-        if self.active and not torch.compiler.is_compiling():
-            self._on_read()
-            self._store(weight, grad)
+        def arriving(grad: Tensor) -> None:
+            if not self.active or torch.compiler.is_compiling():
+                return
+            try:
+                self._on_read()
+                self._store(weight, grad)
+            except Exception as error:
+                self._on_error(error)
+
+        self._handles.append(weight.parameter.register_hook(arriving))  # type: ignore[no-untyped-call]
 
 
 def _by_parameter(sites: Sequence[Site]) -> list[tuple[nn.Parameter, list[tuple[int, Site]]]]:
@@ -155,8 +194,9 @@ def _by_parameter(sites: Sequence[Site]) -> list[tuple[nn.Parameter, list[tuple[
 
 def _state(grad: Tensor) -> tuple[int, int]:
     """Changes when the gradient is another tensor or was written to."""
-    address = grad._values().data_ptr() if grad.is_sparse else grad.data_ptr()
-    return address, grad._version
+    if grad.is_sparse:
+        return grad._values().data_ptr(), grad._version
+    return to_local(grad).data_ptr(), grad._version
 
 
 def _dense(grad: Tensor) -> Tensor:
@@ -165,42 +205,6 @@ def _dense(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         grad = grad.coalesce()._values()
     return grad
-
-
-class _Hook:
-    """A hook that belongs to one model: copies of the model get one that does nothing."""
-
-    __slots__ = ("_reader", "_weight")
-
-    def __init__(self, reader: GradientReader, weight: Weight) -> None:
-        self._reader = reader
-        self._weight = weight
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nothing
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return make_nothing, ()
-
-
-class _Accumulated(_Hook):
-    __slots__ = ()
-
-    def __call__(self, parameter: Tensor) -> None:
-        try:
-            self._reader.accumulated(self._weight)
-        except Exception as error:
-            self._reader._on_error(error)
-
-
-class _Arriving(_Hook):
-    __slots__ = ()
-
-    def __call__(self, grad: Tensor) -> None:
-        try:
-            self._reader.arriving(self._weight, grad)
-        except Exception as error:
-            self._reader._on_error(error)
 
 
 def nothing(*args: object) -> None:

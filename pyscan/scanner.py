@@ -91,7 +91,6 @@ class Scanner:
         self._paused = 0
         self._latest: Row | None = None
         self._endings: list[Callable[[], None]] = []
-        self._spent = 0.0  # seconds in hooks since the last row
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
         self._budget = Budget(config.every, config.budget)
@@ -208,15 +207,13 @@ class Scanner:
     def _watch_sites(self) -> None:
         sites = self._inventory.sites
         self.buffer = StepBuffer(sites, self.schema)
-        self._capture = Capture(self.buffer, len(sites))
+        self._capture = Capture(self.buffer, len(sites), self._fail)
         for index, site in enumerate(sites):
-            if site.observe == "module_input":
-                see = self._guard(self._capture.input, index)
-                self._endings.append(hooks.watch_input(site.module, see, self._compiled(see)))
-            elif site.observe == "lookup":
-                see = self._guard(self._capture.lookup, index)
-                self._endings.append(hooks.watch_output(site.module, see, self._compiled(see)))
-        self._functional = FunctionalCapture(sites, self._guarded_rows, on_error=self._fail)
+            if site.observe in ("module_input", "lookup"):
+                watch = hooks.watch_input if site.observe == "module_input" else hooks.watch_output
+                see, see_compiled = self._capture.observer(index), self._capture.compiled_observer(index)
+                self._endings.append(watch(site.module, see, see_compiled))
+        self._functional = FunctionalCapture(sites, self._capture.rows, on_error=self._fail)
         self._endings.append(self._functional.remove)
         self._explained = False
         self._gradients = GradientReader(
@@ -242,31 +239,6 @@ class Scanner:
                 self._event("note", site=site.name, text=site.note)
 
     # Called from hooks
-
-    def _guard(self, call: Callable[[int, Any], None], index: int) -> Callable[[Any], None]:
-        def see(x: Any) -> None:
-            start = _clock()
-            try:
-                call(index, x)
-            except Exception as error:
-                self._fail(error)
-            self._spent += _clock() - start
-
-        return see
-
-    def _compiled(self, see: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Inside a compiled region gradients are off, whatever they were when it was traced with them on."""
-
-        def see_compiled(x: Any) -> None:
-            with torch.enable_grad():
-                see(x)
-
-        return see_compiled
-
-    def _guarded_rows(self, index: int, x: Any, ends: torch.Tensor | None) -> None:
-        start = _clock()
-        self._capture.rows(index, x, ends)
-        self._spent += _clock() - start
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         self._capture.mask = mask
@@ -358,8 +330,11 @@ class Scanner:
 
     def _measure(self, start: float) -> None:
         now = _clock()
-        change = self._budget.step(self._spent + now - start, now - self._row_start, self._capture.active)
-        self._spent, self._row_start = 0.0, now
+        change = self._budget.step(
+            self._capture.seconds + self._gradients.seconds + now - start, now - self._row_start, self._capture.active
+        )
+        self._capture.seconds = self._gradients.seconds = 0.0
+        self._row_start = now
         if change is not None:
             self._event("every", site=None, **change)
 

@@ -141,7 +141,7 @@ def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> 
     assert [event["kind"] for event in run.events] == ["attached", "off"]
 
 
-@pytest.mark.parametrize("where", ["set_grad", "take"])
+@pytest.mark.parametrize("where", ["set_grads", "take"])
 def test_errors_anywhere_stay_inside(where: str) -> None:
     model = llama().model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
