@@ -6,15 +6,19 @@ the same cells. Only `iter_sps` and `run_sps` know what a run is: they feed thes
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pyscan.codecs import is_absent
+
 if TYPE_CHECKING:
-    from pyscan.reader import Run, Site
+    from pyscan.run import Run
+    from pyscan.schema import SiteInfo
 
 Floats = NDArray[np.float64]
 Scope = Literal["layer", "global"]
@@ -39,7 +43,7 @@ def block_widths(features: int, num_blocks: int, block: int) -> Floats:
         return np.full(num_blocks, max(features, 1), np.float64)
     widths = np.full(num_blocks, block, np.float64)
     if features:
-        widths[-1] = features - block * (num_blocks - 1)
+        widths[-1] = max(features - block * (num_blocks - 1), 1)
     return widths
 
 
@@ -94,8 +98,8 @@ def sps(act: ArrayLike, grad: ArrayLike, widths: ArrayLike, layers: Sequence[Any
     """SPS of each cell: z(act) - z(grad), the z-scores of log2(norm / sqrt(block width)) within a step.
 
     `act` and `grad` are [cells] or [steps, cells]; `widths` and `layers` name each cell's width and layer. With
-    scope="global" the whole model is one layer. High = strongly used and already settled. A cell of which either norm is
-    0, infinite, NaN or absent has no level: its SPS is NaN and it does not move the others. z(act) is taken over the
+    scope="global" the whole model is one layer. High = strongly used and already settled. A cell of which either norm
+    is 0, infinite, NaN or absent has no level: its SPS is NaN and it does not move the others. z(act) is taken over the
     cells with an act level, z(grad) over those with a grad level; where either has fewer than 2, SPS is NaN.
     """
     act_levels, grad_levels = levels(act, widths), levels(grad, widths)
@@ -153,9 +157,9 @@ class Drift(NamedTuple):
 def drift(norms: ArrayLike, steps: ArrayLike | None = None, window: float = 0.1) -> Drift:
     """How far each cell of norms [steps, cells] has moved over time.
 
-    `window` is the share of rows at each end that are compared, at least one row; `steps` are the step numbers (default:
-    the row numbers). Norms without a level are left out; with nothing left in a window or on fewer than 2 steps the
-    answer is NaN.
+    `window` is the share of rows at each end that are compared, at least one row; `steps` are the step numbers
+    (default: the row numbers). Norms without a level are left out; with nothing left in a window or on fewer than 2
+    steps the answer is NaN.
     """
     if not 0 < window <= 0.5:
         raise ValueError(f"window must be above 0 and at most 0.5 of the rows, got {window}")
@@ -177,16 +181,14 @@ def _slope(level: Floats, steps: ArrayLike) -> Floats:
     return np.where(width > 0, (x * y).sum(axis=0) / np.where(width > 0, width, 1.0), np.nan)
 
 
-def dead(norms: ArrayLike, absent: ArrayLike | None = None, share: float = 1.0) -> NDArray[np.bool_]:
+def dead(norms: ArrayLike, share: float = 1.0) -> NDArray[np.bool_]:
     """Cells of norms [steps, cells] that are 0 or absent in at least `share` of the steps; no steps prove nothing.
 
-    `absent` marks the cells that were not observed. A NaN that is not absent is a sick cell, not a dead one.
+    An ordinary NaN is a sick cell, not a dead one.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
-    quiet = np.asarray(norms) == 0
-    if absent is not None:
-        quiet |= np.asarray(absent, bool)
+    quiet = (np.asarray(norms) == 0) | is_absent(norms)
     if not len(quiet):
         return np.zeros(quiet.shape[1:], bool)
     return np.asarray(quiet.sum(axis=0) >= share * len(quiet))
@@ -200,34 +202,34 @@ def difference(a: ArrayLike, b: ArrayLike) -> Floats:
         return np.where(a == b, 0.0, np.log2(b) - np.log2(a))
 
 
-def absent_cells(codes: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which stored codes mean "not observed": -32767 in log2q8, the NaN 0x7fc0ab5e in f32; a uint16 never does."""
-    if codes.dtype == np.float32:
-        return np.asarray(np.ascontiguousarray(codes).view(np.uint32) == 0x7FC0AB5E)
-    return np.asarray(codes == -32767) if codes.dtype == np.int16 else np.zeros(codes.shape, bool)
+def features_of(site: SiteInfo) -> int:
+    """Input features of a site, whose shape is [out, in] or [out, in, kernel...]; 0 where the file gives no shape."""
+    return math.prod(site.shape[1:]) if len(site.shape) > 1 else sum(site.shape)
 
 
-def features_of(site: Site) -> int:
-    """Input features of a site, 0 where the file gives no shape. A convolution counts as [out, in * kernel]."""
-    if len(site.shape) < 2:
-        return int(site.shape[0]) if site.shape else 0
-    stored_in_out = site.kind.lower() == "conv1d" and len(site.shape) == 2
-    return int(site.shape[0]) if stored_in_out else int(np.prod(site.shape[1:]))
+def iter_sps(run: Run, scope: Scope = "layer", only: Collection[str] | None = None) -> Iterator[tuple[str, Floats]]:
+    """SPS of the sites of a run as (name, [steps, blocks]), layer by layer; one site is in memory at a time.
 
-
-def iter_sps(run: Run, scope: Scope = "layer") -> Iterator[tuple[str, Floats]]:
-    """SPS of every site of a run as (name, [steps, blocks]), layer by layer; one site is in memory at a time."""
+    With `only`, sites of other names are not handed out, and layers without one of these names are not read.
+    """
+    wanted = None if only is None else set(only)
     for members in _groups([layer_of(site.name) for site in run.sites], scope):
         sites = [run.sites[i] for i in members]
-        act, grad = Spread(len(run.steps)), Spread(len(run.steps))
-        for site in sites:
-            act.add(_site_levels(run, "act", site))
-            grad.add(_site_levels(run, "grad", site))
-        for site in sites:
-            yield site.name, act.z(_site_levels(run, "act", site)) - grad.z(_site_levels(run, "grad", site))
+        asked = [site for site in sites if wanted is None or site.name in wanted]
+        if asked:
+            act, grad = (_spread(run, channel, sites) for channel in ("act", "grad"))
+            for site in asked:
+                yield site.name, act.z(_site_levels(run, "act", site)) - grad.z(_site_levels(run, "grad", site))
 
 
-def _site_levels(run: Run, channel: str, site: Site) -> Floats:
+def _spread(run: Run, channel: str, sites: Sequence[SiteInfo]) -> Spread:
+    spread = Spread(len(run.steps))
+    for site in sites:
+        spread.add(_site_levels(run, channel, site))
+    return spread
+
+
+def _site_levels(run: Run, channel: str, site: SiteInfo) -> Floats:
     widths = block_widths(features_of(site), site.num_blocks, run.block)
     return levels(run.get(channel, site.name, blocks=True), widths)
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyscan import analysis
+from pyscan.codecs import ABSENT
 
 NAN, INF = math.nan, math.inf
 
@@ -180,11 +181,9 @@ def test_drift_refuses_a_window_over_half():
 
 
 def test_dead_is_zero_or_absent_but_not_nan():
-    norms = np.array([[0, NAN, NAN, 1], [0, NAN, NAN, 0]])
-    absent = np.array([[False, True, False, False], [False, True, False, False]])
-    assert analysis.dead(norms, absent).tolist() == [True, True, False, False]
-    assert analysis.dead(norms).tolist() == [True, False, False, False]
-    assert analysis.dead(norms, absent, share=0.5).tolist() == [True, True, False, True]
+    norms = np.array([[0, ABSENT, NAN, 1], [0, ABSENT, NAN, 0]], np.float32)
+    assert analysis.dead(norms).tolist() == [True, True, False, False]
+    assert analysis.dead(norms, share=0.5).tolist() == [True, True, False, True]
 
 
 def test_no_steps_prove_nothing_dead():
@@ -200,13 +199,6 @@ def test_difference_is_log2_of_b_over_a():
     assert analysis.difference([1, 4, 0, INF], [8, 1, 0, INF]).tolist() == [3, -2, 0, 0]
     assert analysis.difference([0, 1, INF, 1], [1, 0, 1, INF]).tolist() == [INF, -INF, -INF, INF]
     assert np.isnan(analysis.difference([NAN, 1], [1, NAN])).all()
-
-
-def test_absent_is_read_from_the_codes_of_each_codec():
-    assert analysis.absent_cells(np.array([-32768, -32767, 32766, 0], np.int16)).tolist() == [False, True, False, False]
-    floats = np.array([0x7FC00000, 0x7FC0AB5E, 0], np.uint32).view(np.float32)
-    assert analysis.absent_cells(floats).tolist() == [False, True, False]
-    assert analysis.absent_cells(np.array([32769, 0], np.uint16)).tolist() == [False, False]
 
 
 class FakeRun:
@@ -244,15 +236,6 @@ def test_sps_of_a_run_equals_sps_of_its_arrays(scope):
     np.testing.assert_allclose(np.concatenate(list(integral.values())), analysis.mean_over_steps(expected), atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "features"),
-    [
-        ("linear", (10, 6), 6),
-        ("conv1d", (6, 10), 6),
-        ("conv2d", (10, 6, 3, 3), 54),
-        ("linear", (7,), 7),
-        ("linear", (), 0),
-    ],
-)
-def test_features_run_along_the_input_axis(kind, shape, features):
-    assert analysis.features_of(SimpleNamespace(kind=kind, shape=shape)) == features
+@pytest.mark.parametrize(("shape", "features"), [((10, 6), 6), ((10, 6, 3, 3), 54), ((7,), 7), ((), 0)])
+def test_features_run_along_the_input_axis(shape, features):
+    assert analysis.features_of(SimpleNamespace(shape=shape)) == features
