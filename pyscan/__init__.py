@@ -9,15 +9,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "reduce"]
+__all__ = ["ABSENT", "Run", "ScanError", "ScanFormatError", "__version__", "is_absent", "open", "reduce"]
 
 # public name -> the module that defines it, imported at first use
 _HOMES = {
+    "ABSENT": "pyscan.codecs",
+    "Run": "pyscan.run",
+    "ScanError": "pyscan.errors",
+    "ScanFormatError": "pyscan.errors",
+    "is_absent": "pyscan.codecs",
+    "open": "pyscan.reader",
     "reduce": "pyscan.engine",
 }
 
 if TYPE_CHECKING:
+    from pyscan.codecs import ABSENT, is_absent
     from pyscan.engine import reduce
+    from pyscan.errors import ScanError, ScanFormatError
+    from pyscan.reader import open
+    from pyscan.run import Run
 
 
 def __getattr__(name: str) -> Any:

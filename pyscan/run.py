@@ -1,0 +1,178 @@
+"""`Run`: what every scan looks like to its reader, whatever the file behind it.
+
+A kind of file (version 2, version 1.1, many ranks) hands in its sites, channels and row table and says how the cells of one site
+are read for a range of rows; everything users call is built on that here.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pyscan import codecs
+from pyscan.codecs import Array, Floats
+from pyscan.errors import ScanError, ScanFormatError, ScanNameError
+from pyscan.format import KNOWN_FLAG, ROW_DTYPE
+from pyscan.payloads import Event
+from pyscan.schema import Channel, SiteInfo
+
+# cells decoded at once where a result is smaller than what it is made of
+_WINDOW_CELLS = 1 << 22
+STEPS_DTYPE = np.dtype([(name, ROW_DTYPE[name]) for name in ROW_DTYPE.names or () if name != "reserved"])
+
+
+class Run(ABC):
+    """A scan opened for reading: sites, channels, and per step one number for each (channel, site, block)."""
+
+    path: str
+    version: int
+    model: str
+    block: int
+    every: int
+    rank: int
+    world: int
+    metadata: Any
+    versions: Mapping[str, Any]
+    sites: list[SiteInfo]
+    channels: list[Channel]
+    missing_ranks: tuple[int, ...] = ()
+
+    @property
+    @abstractmethod
+    def steps(self) -> Array:
+        """One record per row: step, time_ns, tokens, loss, lr, grad_scale, total_norm, flags. Not known is NaN, or 0."""
+
+    @property
+    @abstractmethod
+    def events(self) -> list[Event]:
+        """What happened, in the order it was written: dicts with at least `kind`, `step` and `site`."""
+
+    @property
+    @abstractmethod
+    def damage(self) -> list[tuple[int, str]]:
+        """What was found damaged so far, as (offset, reason). Bytes nobody has read yet are not in it: see `check`."""
+
+    @abstractmethod
+    def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
+        """The values of the rows [start, stop) as float32 [rows, cells]."""
+
+    @abstractmethod
+    def _codes(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Array:
+        """The same as stored."""
+
+    @abstractmethod
+    def tokens(self, step: int) -> dict[str, Any]:
+        """The rows of one step token by token: {"ids": array, site name: {"act", "grad", "contribution"}}."""
+
+    @abstractmethod
+    def refresh(self) -> int:
+        """Look at the file again; returns how many rows there are now that were not there before."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def _num_bytes(self) -> int:
+        """Size of what was opened; no result is allowed to be out of all proportion to it."""
+
+    def site(self, name: str) -> SiteInfo:
+        """The site of that name, given with or without `.weight`."""
+        by_name = {site.name: site for site in self.sites}
+        for candidate in (name, f"{name}.weight", name.removesuffix(".weight")):
+            if candidate in by_name:
+                return by_name[candidate]
+        raise ScanNameError("site", name, by_name)
+
+    def channel(self, name: str) -> Channel:
+        by_name = {channel.name: channel for channel in self.channels}
+        if name not in by_name:
+            raise ScanNameError("channel", name, by_name)
+        return by_name[name]
+
+    def act(self, name: str, blocks: bool = False, *, steps: slice | None = None) -> Floats:
+        """The norm of the input of a site, step by step."""
+        return self.get("act", name, blocks, steps=steps)
+
+    def grad(self, name: str, blocks: bool = False, *, steps: slice | None = None) -> Floats:
+        """The norm of the gradient of a site, step by step."""
+        return self.get("grad", name, blocks, steps=steps)
+
+    def get(self, channel: str, name: str, blocks: bool = False, *, steps: slice | None = None) -> Floats:
+        """A channel of a site as float32 [steps], or [steps, blocks].
+
+        Without `blocks` the cells of a step are combined in float64: norms as the root of the sum of squares, maxima as the
+        largest, counts as the sum. Absent cells are left out; all absent gives absent; any other NaN gives NaN. `steps`
+        picks rows by their place in `run.steps`: `slice(-1000, None)` is the last thousand.
+        """
+        what, site = self.channel(channel), self.site(name)
+        start, stop, stride = self._rows(steps)
+        num_cells = self._num_cells(what, site)
+        if blocks:
+            self._refuse_monster(stop - start, num_cells)
+            return self._cells(what, site, start, stop)[::stride]
+        size = max(_WINDOW_CELLS // max(num_cells, 1), 64)
+        self._refuse_monster(min(size, stop - start), num_cells)
+        windows = [(at, min(at + size, stop)) for at in range(start, stop, size)]
+        parts = [codecs.combine(self._cells(what, site, *window), what.op, axis=1) for window in windows]
+        return np.concatenate(parts)[::stride] if parts else np.zeros(0, np.float32)
+
+    def codes(self, channel: str, name: str, *, steps: slice | None = None) -> Array:
+        """A channel of a site as stored, [steps, blocks]. Where nothing is stored: the codec's absent; u16 has none: 0."""
+        what, site = self.channel(channel), self.site(name)
+        start, stop, stride = self._rows(steps)
+        self._refuse_monster(stop - start, self._num_cells(what, site))
+        return self._codes(what, site, start, stop)[::stride]
+
+    def follow(self, poll_seconds: float = 1.0) -> Iterator[slice]:
+        """Yield the rows there are now, then new rows whenever there are some: slices to give to `steps=`. It never ends by itself."""
+        seen = len(self.steps)
+        yield slice(0, seen)
+        while True:
+            added = self.refresh()
+            now = len(self.steps)
+            if added or now != seen:
+                yield slice(min(now - added, now), now)
+            seen = now
+            time.sleep(poll_seconds)
+
+    def _num_cells(self, channel: Channel, site: SiteInfo) -> int:
+        return site.num_cells(channel.per)
+
+    def _rows(self, steps: slice | None) -> tuple[int, int, int]:
+        start, stop, stride = (steps or slice(None)).indices(len(self.steps))
+        if stride < 1:
+            raise ScanError(f"the stride of steps must be >= 1, got {stride}; reverse the result instead")
+        return start, max(start, stop), stride
+
+    def _refuse_monster(self, rows: int, cells: int) -> None:
+        """A few bytes of schema can claim a table that no memory holds; what a real file holds is far below this."""
+        if rows * cells > (1 << 22) + 64 * self._num_bytes:
+            raise ScanFormatError(f"{rows} rows of {cells} cells cannot come from a file of {self._num_bytes} bytes")
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path!r}: {len(self.steps)} rows, {len(self.sites)} sites>"
+
+
+def known_steps(rows: Array) -> Array:
+    """Rows as stored to rows as users see them: what is not known is NaN, or 0 for tokens."""
+    steps = np.empty(len(rows), STEPS_DTYPE)
+    for name in STEPS_DTYPE.names or ():
+        steps[name] = rows[name]
+    for name, flag in KNOWN_FLAG.items():
+        steps[name][(rows["flags"] & flag) == 0] = 0 if name == "tokens" else np.nan
+    return steps

@@ -1,0 +1,322 @@
+"""What the JSON of a schema frame says, as frozen dataclasses that are valid once they exist.
+
+`Schema.from_json` receives bytes nobody vouches for and raises ScanFormatError for everything FORMAT.md does not allow.
+`Layout` hands on where each site's cells stand in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NoReturn
+
+from pyscan.codecs import DTYPES
+from pyscan.errors import ScanFormatError
+from pyscan.format import ROW_DTYPE, pad64
+
+PERS = ("block", "row_block", "site")
+TRANSFORMS = ("root", "plain")
+OPS = ("sumsq", "add", "max")
+# No tensor has more blocks, rows or columns than this; sums of a schema's numbers then stay exact everywhere.
+LARGEST = 2**48
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One kind of number a row holds."""
+
+    name: str
+    per: str = "block"
+    codec: str = "log2q8"
+    transform: str = "root"
+    op: str = "sumsq"
+
+    def __post_init__(self) -> None:
+        _text(self.name, "channel name")
+        _choice(self.per, PERS, "per")
+        _choice(self.codec, tuple(DTYPES), "codec")
+        _choice(self.transform, TRANSFORMS, "transform")
+        _choice(self.op, OPS, "op")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How the ranks' cells of one channel become one: combine over some mesh dimensions, take one of the others."""
+
+    over: tuple[str, ...]
+    replicas: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """One weight matrix and the place where it meets its input."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_blocks: int
+    num_row_blocks: int = 0
+    tied_to: str | None = None
+    offset: tuple[int, int] = (0, 0)
+    merge: Mapping[str, Merge] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for value, what in ((self.name, "site name"), (self.kind, "kind"), (self.dtype, "dtype")):
+            _text(value, what)
+        if self.tied_to is not None:
+            _text(self.tied_to, "tied_to")
+        for number in (*self.shape, *self.offset, self.num_blocks, self.num_row_blocks):
+            _count(number, f"a number of site {self.name!r}")
+        if len(self.shape) > 32:
+            raise ScanFormatError(f"site {self.name!r} has {len(self.shape)} dimensions, at most 32 are possible")
+
+    def num_cells(self, per: str) -> int:
+        return {"block": self.num_blocks, "row_block": self.num_row_blocks, "site": 1}[per]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    coords: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.dims) == len(self.shape) == len(self.coords) <= 32 or len(set(self.dims)) != len(self.dims):
+            raise ScanFormatError(f"a mesh names each dimension once with its size and coordinate, got {self.dims}")
+        for dim, size, coord in zip(self.dims, self.shape, self.coords, strict=True):
+            _text(dim, "mesh dimension")
+            if not 0 <= _count(coord, "mesh coordinate") < _count(size, "mesh size"):
+                raise ScanFormatError(f"mesh coordinate {coord} is outside the size {size} of {dim!r}")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What governs the rows that follow it in the file."""
+
+    model: str
+    channels: tuple[Channel, ...]
+    sites: tuple[SiteInfo, ...]
+    block: int = 64
+    every: int = 1
+    rank: int = 0
+    world: int = 1
+    mesh: Mesh | None = None
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Any = None
+
+    def __post_init__(self) -> None:
+        _text(self.model, "model")
+        _count(self.block, "block")
+        if _count(self.every, "every") < 1:
+            raise ScanFormatError(f"every must be >= 1, got {self.every}")
+        if not 0 <= _count(self.rank, "rank") < _count(self.world, "world") <= 2**20:
+            raise ScanFormatError(f"rank must be below world, got rank {self.rank} of {self.world}")
+        _unique((channel.name for channel in self.channels), "channel")
+        _unique((site.name for site in self.sites), "site")
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Schema:
+        raw = _object(loads_strict(data), "schema")
+        mesh = raw.get("mesh")
+        return cls(
+            model=raw.get("model"),  # type: ignore[arg-type]  # checked by __post_init__
+            channels=tuple(map(_channel, _list(raw.get("channels"), "channels"))),
+            sites=tuple(map(_site, _list(raw.get("sites"), "sites"))),
+            block=raw.get("block"),  # type: ignore[arg-type]
+            every=raw.get("every", 1),
+            rank=raw.get("rank", 0),
+            world=raw.get("world", 1),
+            mesh=None if mesh is None else _mesh(_object(mesh, "mesh")),
+            versions=_object(raw.get("versions", {}), "versions"),
+            metadata=raw.get("metadata"),
+        )
+
+    def to_json(self) -> bytes:
+        raw: dict[str, Any] = {
+            "model": self.model,
+            "block": self.block,
+            "every": self.every,
+            "channels": [vars(channel) for channel in self.channels],
+            "sites": [_site_json(site) for site in self.sites],
+            "rank": self.rank,
+            "world": self.world,
+            "versions": dict(self.versions),
+            "metadata": self.metadata,
+        }
+        if self.mesh is not None:
+            raw["mesh"] = vars(self.mesh)
+        try:
+            return json.dumps(raw, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ScanFormatError(f"the metadata cannot be written as JSON: {str(error)[:120]}") from None
+
+
+class Layout:
+    """Where the cells of a schema's sites stand in a row and in the payload of a steps frame."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.channel_index = {channel.name: i for i, channel in enumerate(schema.channels)}
+        self.site_index = {site.name: i for i, site in enumerate(schema.sites)}
+        starts = {per: [0, *accumulate(site.num_cells(per) for site in schema.sites)] for per in PERS}
+        self._starts = [starts[channel.per] for channel in schema.channels]
+        self.num_cells = [channel_starts[-1] for channel_starts in self._starts]
+        self._sections: dict[int, tuple[list[int], int]] = {}
+
+    def cells(self, channel: int, site: int) -> tuple[int, int]:
+        """First cell of the site in the channel's section and the one after its last."""
+        starts = self._starts[channel]
+        return starts[site], starts[site + 1]
+
+    def sections(self, rows: int) -> tuple[list[int], int]:
+        """Payload offset of each channel's section, and the payload's length, for a frame of so many rows."""
+        if rows not in self._sections:
+            offsets, end = [], pad64(rows * ROW_DTYPE.itemsize)
+            for channel, num_cells in zip(self.schema.channels, self.num_cells, strict=True):
+                offsets.append(end)
+                end += pad64(num_cells * rows * DTYPES[channel.codec].itemsize)
+            self._sections[rows] = offsets, end
+        return self._sections[rows]
+
+
+def loads(data: bytes) -> Any:
+    """JSON from a file, every way it can fail turned into a ScanFormatError."""
+    return _parse(data, json.loads)
+
+
+def loads_strict(data: bytes) -> Any:
+    """`loads` without NaN, infinite numbers and repeated keys, which JSON itself does not have."""
+    return _parse(data, _STRICT.decode)
+
+
+def _parse(data: bytes, parse: Any) -> Any:
+    try:
+        value = parse(data.decode("utf-8"))
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no bytes and would fail later
+    except (ValueError, RecursionError) as error:
+        raise ScanFormatError(f"not valid JSON: {str(error)[:120]}") from None
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large")
+    return value
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return result
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_no_repeats, parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _channel(raw: Any) -> Channel:
+    got = _object(raw, "channel")
+    return Channel(*(got.get(key) for key in ("name", "per", "codec", "transform", "op")))  # type: ignore[arg-type]
+
+
+def _site(raw: Any) -> SiteInfo:
+    got = _object(raw, "site")
+    offset = _list(got.get("offset") or [0, 0], "offset")
+    if len(offset) != 2:
+        raise ScanFormatError(f"offset is [row, column], got {len(offset)} numbers")
+    return SiteInfo(
+        name=got.get("name"),  # type: ignore[arg-type]
+        kind=got.get("kind"),  # type: ignore[arg-type]
+        shape=tuple(_list(got.get("shape"), "shape")),
+        dtype=got.get("dtype"),  # type: ignore[arg-type]
+        num_blocks=got.get("blocks"),  # type: ignore[arg-type]
+        num_row_blocks=got.get("row_blocks", 0),
+        tied_to=got.get("tied_to"),
+        offset=(offset[0], offset[1]),
+        merge={name: _merge(rule) for name, rule in _object(got.get("merge") or {}, "merge").items()},
+    )
+
+
+def _merge(raw: Any) -> Merge:
+    got = _object(raw, "merge rule")
+    return Merge(_names(got.get("over", []), "over"), _names(got.get("replicas", []), "replicas"))
+
+
+def _mesh(got: dict[str, Any]) -> Mesh:
+    return Mesh(
+        _names(got.get("dims"), "mesh dims"),
+        tuple(_list(got.get("shape"), "mesh shape")),
+        tuple(_list(got.get("coords"), "mesh coords")),
+    )
+
+
+def _site_json(site: SiteInfo) -> dict[str, Any]:
+    raw: dict[str, Any] = {
+        "name": site.name,
+        "kind": site.kind,
+        "shape": site.shape,
+        "dtype": site.dtype,
+        "blocks": site.num_blocks,
+    }
+    optional = {
+        "row_blocks": site.num_row_blocks,
+        "tied_to": site.tied_to,
+        "offset": site.offset if any(site.offset) else None,
+        "merge": {name: vars(rule) for name, rule in site.merge.items()},
+    }
+    return raw | {key: value for key, value in optional.items() if value}
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ScanFormatError(f"{what} must be text, got {type(value).__name__}")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= LARGEST:
+        raise ScanFormatError(f"{what} must be an integer from 0 to 2**48, got {_short(value)}")
+    return value
+
+
+def _choice(value: Any, allowed: tuple[str, ...], what: str) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ScanFormatError(f"{what} must be one of {', '.join(allowed)}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40] if isinstance(value, (str, int, float)) else type(value).__name__
+
+
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ScanFormatError(f"{what} must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ScanFormatError(f"{what} must be a JSON list, got {type(value).__name__}")
+    return value
+
+
+def _names(value: Any, what: str) -> tuple[str, ...]:
+    return tuple(_text(name, what) for name in _list(value, what))
+
+
+def _unique(names: Iterable[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ScanFormatError(f"two {what}s are named {name[:80]!r}")
+        seen.add(name)

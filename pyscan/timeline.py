@@ -1,0 +1,144 @@
+"""Which rows of a file are in force: the rows of its steps frames in order, without those that a later resume voids.
+
+It receives the row tables of the frames and hands on the rows users see, and for each frame which of its rows they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pyscan.codecs import DTYPES, Array
+from pyscan.format import CHUNK_BYTES, FRAME_ROW_MAJOR, ROW_DTYPE, ROW_RESUMED, Frame
+from pyscan.frames import ScanFile
+from pyscan.schema import Layout
+
+_NEVER = np.uint64(2**64 - 1)
+
+
+class Part(NamedTuple):
+    """A steps frame that can be read, from its row `skip` on (rows before are in the main file already)."""
+
+    file: ScanFile
+    frame: Frame
+    layout: Layout
+    table: Array
+    skip: int = 0
+
+
+class Segment(NamedTuple):
+    """The rows of one frame that are in force: `keep` are their places in the frame, `start` that of the first in the run."""
+
+    part: Part
+    start: int
+    stop: int
+    keep: slice | Array
+
+
+@dataclass(frozen=True)
+class Timeline:
+    segments: list[Segment]
+    rows: Array
+    # row numbers of the first rows after a resume, ascending, and the lowest step resumed at from each of them on
+    resumed_at: list[int]
+    resumed_step: list[int]
+
+    def is_voided(self, step: int, next_row: int, *, before_resume: bool) -> bool:
+        """Whether an event or tokens frame of `step`, written when `next_row` was to come, belongs to an abandoned timeline.
+
+        `before_resume` decides for what was written after the last row and before the resumed one: which side it stands on.
+        """
+        find = bisect_left if before_resume else bisect_right
+        place = find(self.resumed_at, next_row)
+        return place < len(self.resumed_at) and step >= self.resumed_step[place]
+
+    def overlapping(self, start: int, stop: int) -> list[Segment]:
+        first = bisect_right(self.segments, start, key=lambda segment: segment.stop)
+        last = bisect_left(self.segments, stop, key=lambda segment: segment.start)
+        return self.segments[first:last]
+
+
+def arrange(parts: list[Part]) -> Timeline:
+    tables = [part.table[part.skip :] for part in parts]
+    rows = np.concatenate(tables) if tables else np.zeros(0, ROW_DTYPE)
+    keep = _in_force(rows)
+    segments, first, start = [], 0, 0
+    for part, table in zip(parts, tables, strict=True):
+        kept = keep[first : first + len(table)]
+        stop = start + int(kept.sum())
+        if stop > start:
+            whole = stop - start == len(table)
+            places = slice(part.skip, None) if whole else np.flatnonzero(kept) + part.skip
+            segments.append(Segment(part, start, stop, places))
+        first, start = first + len(table), stop
+    return Timeline(segments, rows[keep], *_resumes(parts, rows))
+
+
+def _in_force(rows: Array) -> Array:
+    """False for rows with a step that a later row resumed at or before."""
+    limits = np.where(rows["flags"] & ROW_RESUMED, rows["step"], _NEVER)
+    later = np.append(np.minimum.accumulate(limits[::-1])[::-1][1:], _NEVER) if len(rows) else limits
+    return np.asarray((rows["step"] < later) | (later == _NEVER))
+
+
+def _resumes(parts: list[Part], rows: Array) -> tuple[list[int], list[int]]:
+    places = np.flatnonzero(rows["flags"] & ROW_RESUMED).tolist()
+    if not places:
+        return [], []
+    numbers = [part.frame.first_row + row for part in parts for row in range(part.skip, len(part.table))]
+    resumes = sorted((numbers[place], int(rows["step"][place])) for place in places)
+    steps = [step for _, step in resumes]
+    for i in range(len(steps) - 2, -1, -1):
+        steps[i] = min(steps[i], steps[i + 1])
+    return [number for number, _ in resumes], steps
+
+
+def gather(
+    segments: list[Segment], channel: int, cells: tuple[int, int], start: int, stop: int
+) -> tuple[Array, Array | None]:
+    """The cells [first, end) of a channel as stored, [cells, rows] for the rows [start, stop), and a mask of those lost to damage."""
+    dtype = DTYPES[segments[0].part.layout.schema.channels[channel].codec]
+    out = np.empty((cells[1] - cells[0], stop - start), dtype)
+    lost: Array | None = None
+    for segment in segments:
+        stored, bad = _cells_of_frame(segment.part, channel, cells)
+        low, high = max(segment.start, start), min(segment.stop, stop)
+        rows = slice(low - segment.start, high - segment.start)
+        place = slice(low - start, high - start)
+        out[:, place] = stored[:, segment.keep][:, rows]
+        if bad is not None:
+            lost = np.zeros(out.shape, bool) if lost is None else lost
+            lost[:, place] = bad[:, segment.keep][:, rows]
+    return out, lost
+
+
+def _cells_of_frame(part: Part, channel: int, cells: tuple[int, int]) -> tuple[Array, Array | None]:
+    """One frame's share of the above, all its rows, as a view of the file."""
+    frame, layout = part.frame, part.layout
+    dtype = DTYPES[layout.schema.channels[channel].codec]
+    section = layout.sections(frame.rows)[0][channel]
+    row_major = bool(frame.flags & FRAME_ROW_MAJOR)
+    first, end = (0, layout.num_cells[channel]) if row_major else cells
+    start = section + first * frame.rows * dtype.itemsize
+    count = (end - first) * frame.rows
+    stored = np.frombuffer(part.file.view, dtype, count, frame.payload_offset + start)
+    bad = part.file.bad_chunks(frame, start, start + count * dtype.itemsize) if count else []
+    lost = _lost(bad, start, count, dtype.itemsize) if bad else None
+    if row_major:
+        shape, pick = (frame.rows, end), slice(*cells)
+        return stored.reshape(shape)[:, pick].T, None if lost is None else lost.reshape(shape)[:, pick].T
+    shape = (end - first, frame.rows)
+    return stored.reshape(shape), None if lost is None else lost.reshape(shape)
+
+
+def _lost(bad_chunks: list[int], start: int, count: int, itemsize: int) -> Array:
+    """Which of `count` values from payload byte `start` on stand in a bad chunk."""
+    lost = np.zeros(count, bool)
+    for chunk in bad_chunks:
+        low = max(chunk * CHUNK_BYTES - start, 0) // itemsize
+        high = -(-(max((chunk + 1) * CHUNK_BYTES - start, 0)) // itemsize)
+        lost[low:high] = True
+    return lost

@@ -1,0 +1,234 @@
+"""A version 2 file as a Run: which schema governs a frame, which rows there are, and the cells of one site over time.
+
+It receives a source (a file with its tail, or bytes) and touches the bytes of what is asked for alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+
+from pyscan import codecs
+from pyscan import format as fmt
+from pyscan.codecs import Array, Floats
+from pyscan.errors import ScanFormatError
+from pyscan.format import Frame
+from pyscan.frames import Buffer, ScanFile
+from pyscan.journal import Journal
+from pyscan.payloads import Event
+from pyscan.run import Run, known_steps
+from pyscan.schema import Channel, Layout, Schema, SiteInfo
+from pyscan.timeline import Part, Timeline, arrange, gather
+
+
+class Source(Protocol):
+    """Where the bytes come from."""
+
+    path: str
+
+    def load(self) -> tuple[bytes, Buffer]:
+        """The tail and the main file as they are now, looked at in this order."""
+
+    def close(self) -> None: ...
+
+
+class FileRun(Run):
+    """One version 2 file, with its tail while it is still being written."""
+
+    version = fmt.VERSION
+
+    def __init__(self, source: Source) -> None:
+        self.path = source.path
+        self._source = source
+        try:
+            tail, main = source.load()
+            self.file = ScanFile(main)
+        except BaseException:
+            source.close()
+            raise
+        self._governing: list[Layout | None] = []
+        self._tables: dict[int, Array | None] = {}
+        self._journal = Journal(self.file)
+        self._notes: dict[int, str] = {}
+        self._take(tail, 0)
+
+    @property
+    def _num_bytes(self) -> int:
+        return len(self.file.view)
+
+    def refresh(self) -> int:
+        before = self.steps
+        tail, main = self._source.load()
+        if len(main) < self._num_bytes:
+            raise ScanFormatError(f"{self.path} shrank from {self._num_bytes} to {len(main)} bytes; open it anew")
+        kept = self.file.grow(main)
+        for frame in self.file.frames[kept:]:
+            self._tables.pop(frame.offset, None)
+            self._journal.forget(frame)
+        self._take(tail, kept)
+        return len(self.steps) - _num_equal(before, self.steps)
+
+    def close(self) -> None:
+        self.file.close()
+        self._source.close()
+
+    def _take(self, tail: bytes, first_frame: int) -> None:
+        """Find the schema of every frame from `first_frame` on and forget what follows from the frames."""
+        self._notes.clear()
+        del self._governing[first_frame:]
+        layout = self._governing[-1] if self._governing else None
+        for frame in self.file.frames[first_frame:]:
+            if frame.kind == fmt.KIND_SCHEMA:
+                layout = self._read_schema(frame)
+            self._governing.append(layout)
+        if not any(self._governing):
+            raise ScanFormatError("the file has no schema yet, or its schema is damaged")
+        self._tail = self._open_tail(tail)
+        self._describe()
+        self._timeline: Timeline | None = None
+
+    def _read_schema(self, frame: Frame) -> Layout | None:
+        payload = self.file.payload(frame)
+        first = not self._governing
+        if payload is None:
+            if first:
+                raise ScanFormatError("the first schema of the file is damaged")
+            return None
+        try:
+            return Layout(Schema.from_json(payload))
+        except ScanFormatError as error:
+            if first:
+                raise
+            self._notes[frame.offset] = f"bad schema: {error}"
+            return None
+
+    def _open_tail(self, tail: bytes) -> ScanFile | None:
+        try:
+            file = ScanFile(tail) if tail else None
+        except ScanFormatError:
+            return None  # being created or cut back at this moment; its rows are in the main file
+        return file if file is not None and file.header.run_id == self.file.header.run_id else None
+
+    def _describe(self) -> None:
+        layouts = list(dict.fromkeys(layout for layout in self._governing if layout is not None))
+        schema = layouts[-1].schema
+        self.layouts = layouts
+        self.schema = schema
+        self.model, self.block, self.every = schema.model, schema.block, schema.every
+        self.rank, self.world = schema.rank, schema.world
+        self.metadata, self.versions = schema.metadata, schema.versions
+        self.sites = list({site.name: site for layout in layouts for site in layout.schema.sites}.values())
+        self.channels = list({c.name: c for layout in layouts for c in layout.schema.channels}.values())
+
+    @property
+    def timeline(self) -> Timeline:
+        """Rows in force, found at first use."""
+        if self._timeline is None:
+            self._timeline = arrange([*self._main_parts(), *self._tail_parts()])
+        return self._timeline
+
+    @property
+    def steps(self) -> Array:
+        return known_steps(self.timeline.rows)
+
+    def _main_parts(self) -> Iterator[Part]:
+        for frame, layout in zip(self.file.frames, self._governing, strict=True):
+            if frame.kind != fmt.KIND_STEPS:
+                continue
+            if frame.offset not in self._tables:
+                self._tables[frame.offset] = self._read_table(self.file, frame, layout)
+            table = self._tables[frame.offset]
+            if table is not None and layout is not None:
+                yield Part(self.file, frame, layout, table)
+
+    def _tail_parts(self) -> Iterator[Part]:
+        """The rows of the tail whose numbers are not in the main file yet."""
+        if self._tail is None or self._governing[-1] is None:
+            return
+        steps = [frame for frame in self.file.frames if frame.kind == fmt.KIND_STEPS]
+        next_row = max((frame.first_row + frame.rows for frame in steps), default=0)
+        for frame in self._tail.frames:
+            skip = max(next_row - frame.first_row, 0)
+            if frame.kind != fmt.KIND_STEPS or skip >= frame.rows:
+                continue
+            table = self._read_table(self._tail, frame, self._governing[-1])
+            if table is not None:
+                yield Part(self._tail, frame, self._governing[-1], table, skip)
+                next_row = frame.first_row + frame.rows
+
+    def _read_table(self, file: ScanFile, frame: Frame, layout: Layout | None) -> Array | None:
+        """The 48-byte records of a steps frame, or None if they cannot be trusted: then none of its rows can."""
+        notes = self._notes if file is self.file else {}
+        if layout is None:
+            notes[frame.offset] = "steps frame without a schema in force"
+            return None
+        if frame.payload_bytes != layout.sections(frame.rows)[1]:
+            notes[frame.offset] = f"a steps frame of {frame.rows} rows does not fit its schema"
+            return None
+        if file.bad_chunks(frame, 0, frame.rows * fmt.ROW_DTYPE.itemsize):
+            return None
+        return np.frombuffer(file.view, fmt.ROW_DTYPE, frame.rows, frame.payload_offset).copy()
+
+    def _num_cells(self, channel: Channel, site: SiteInfo) -> int:
+        """The largest number any schema gives the site; they differ only if the model was changed between two runs."""
+        infos = (layout.schema.sites[i] for layout in self.layouts if (i := layout.site_index.get(site.name)) is not None)
+        return max(info.num_cells(channel.per) for info in infos)
+
+    def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
+        out = np.full((self._num_cells(channel, site), stop - start), codecs.ABSENT, np.float32)
+        for codes, missing, codec, first in self._stored(channel, site, start, stop):
+            place = out[: codes.shape[0], first : first + codes.shape[1]]
+            place[:] = codecs.decode(codes, codec)
+            if missing is not None:
+                place[missing] = codecs.ABSENT
+        return out.T
+
+    def _codes(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Array:
+        out = codecs.absent_codes((self._num_cells(channel, site), stop - start), channel.codec)
+        for codes, missing, codec, first in self._stored(channel, site, start, stop):
+            same = codes if codec == channel.codec else codecs.encode(codecs.decode(codes, codec), channel.codec)
+            place = out[: codes.shape[0], first : first + codes.shape[1]]
+            place[:] = same
+            if missing is not None:
+                place[missing] = codecs.absent_codes((), channel.codec)
+        return out.T
+
+    def _stored(
+        self, channel: Channel, site: SiteInfo, start: int, stop: int
+    ) -> Iterator[tuple[Array, Array | None, str, int]]:
+        """Cells as stored [cells, rows] with a mask of those lost to damage, their codec, and the place of the first row; a schema at a time."""
+        for layout, group in groupby(self.timeline.overlapping(start, stop), key=lambda segment: segment.part.layout):
+            number, place = layout.channel_index.get(channel.name), layout.site_index.get(site.name)
+            if number is None or place is None:
+                continue
+            segments = list(group)
+            first, last = max(segments[0].start, start), min(segments[-1].stop, stop)
+            codes, missing = gather(segments, number, layout.cells(number, place), first, last)
+            yield codes, missing, layout.schema.channels[number].codec, first - start
+
+    @property
+    def events(self) -> list[Event]:
+        return self._journal.events(self.timeline)
+
+    def tokens(self, step: int) -> dict[str, Any]:
+        return self._journal.tokens(step, self.timeline, self._governing)
+
+    def token_steps(self) -> list[int]:
+        """The steps that `tokens` has rows for."""
+        return self._journal.token_steps(self.timeline)
+
+    @property
+    def damage(self) -> list[tuple[int, str]]:
+        found = dict(self.file.all_damage()) | self._journal.notes | self._notes
+        tail = self._tail.all_damage() if self._tail is not None else []
+        return [*sorted(found.items()), *((offset, f"tail file: {reason}") for offset, reason in tail)]
+
+
+def _num_equal(before: Array, now: Array) -> int:
+    """How many rows at the beginning are the same."""
+    count = min(len(before), len(now))
+    same = (before["step"][:count] == now["step"][:count]) & (before["time_ns"][:count] == now["time_ns"][:count])
+    return count if same.all() else int(np.argmin(same))
