@@ -230,8 +230,8 @@ def _spread(run: Run, channel: str, sites: Sequence[SiteInfo]) -> Spread:
 
 
 def _site_levels(run: Run, channel: str, site: SiteInfo) -> Floats:
-    widths = block_widths(features_of(site), site.num_blocks, run.block)
-    return levels(run.get(channel, site.name, blocks=True), widths)
+    norms = run.get(channel, site.name, blocks=True)
+    return levels(norms, block_widths(features_of(site), norms.shape[1], run.block))
 
 
 def run_sps(run: Run, scope: Scope = "layer", integral: bool = True) -> dict[str, Floats]:

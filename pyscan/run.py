@@ -129,6 +129,19 @@ class Run(ABC):
         self._refuse_monster(stop - start, self._num_cells(what, site))
         return self._codes(what, site, start, stop)[::stride]
 
+    def to_arrow(self, *, stream: bool = False) -> Any:
+        """A long table (step, site, channel, block, value) without absent cells; a stream of record batches for runs
+        that are larger than memory. Needs pyarrow."""
+        from pyscan import export
+
+        return export.to_arrow_stream(self) if stream else export.to_arrow(self)
+
+    def to_pandas(self) -> Any:
+        """The same long table as a pandas data frame."""
+        from pyscan import export
+
+        return export.to_pandas(self)
+
     def follow(self, poll_seconds: float = 1.0) -> Iterator[slice]:
         """Yield the rows there are now, then new rows whenever there are some: slices to give to `steps=`. It never ends by itself."""
         seen = len(self.steps)

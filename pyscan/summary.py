@@ -69,10 +69,10 @@ def summarize(
     for done, site in enumerate(sites):
         channels = {name: _channel(run, name, site, row, blocks, buckets) for name in norm_channels(run)}
         sps = scores.get(site.name, np.full(site.num_blocks, np.nan))
-        for j in range(site.num_blocks if blocks else 1):
+        for j in range(len(sps) if blocks else 1):
             score = sps[j] if blocks else analysis.mean_over_steps(sps)
             parts = {name: part[j] for name, part in channels.items()}
-            records.append(CellSummary(site.name, j if blocks else None, site.num_blocks, float(score), parts))
+            records.append(CellSummary(site.name, j if blocks else None, len(sps), float(score), parts))
         tick(len(sites) + done + 1, 2 * len(sites))
     return records
 

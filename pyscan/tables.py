@@ -47,15 +47,9 @@ def console() -> Console:
     return made
 
 
-def is_narrow() -> bool:
-    """Whether the terminal has no room for what is nice but not needed."""
-    return console().width < 100
-
-
-def spark_width() -> int:
-    """Marks in a sparkline, so that two of them leave the names their room."""
-    width = console().width
-    return 8 if width < 100 else 12 if width < 140 else 20
+def width() -> int:
+    """Columns of the terminal; of a pipe, more than any line needs."""
+    return console().width
 
 
 def bars() -> str:
@@ -66,26 +60,39 @@ def bars() -> str:
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], sections: Sequence[int] = ()) -> None:
     """Print rows of text under their titles; a line is drawn after each row whose number is in `sections`."""
     screen = console()
-    table = need("rich.table", "cli").Table(
-        box=need("rich.box", "cli").SIMPLE_HEAD, pad_edge=False, header_style="bold"
-    )
+    box = need("rich.box", "cli").SIMPLE_HEAD
+    look = {"box": box, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False, "header_style": "bold"}
+    table = need("rich.table", "cli").Table(**look)
     for column in columns:
         justify = "right" if column.right else "left"
         table.add_column(column.title, justify=justify, style=column.style, no_wrap=True, overflow="ellipsis")
     for number, row in enumerate(_fitted(columns, rows, screen.width)):
         table.add_row(*row, end_section=number in sections)
-    screen.print(table)
+    _print(screen, table)
+    print()
 
 
-def _fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> Iterator[list[str]]:
+def _print(screen: Console, thing: Any) -> None:
+    """Print; what goes to a pipe has no spaces at the end of its lines."""
+    if screen.is_terminal:
+        screen.print(thing)
+        return
+    with screen.capture() as capture:
+        screen.print(thing)
+    sys.stdout.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
+
+
+def _fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """The rows with names shortened to what the other columns leave; 2 characters stand between columns."""
     clean = [[printable(cell) for cell in row] for row in rows]
     widest = [max([len(c.title), *(len(row[i]) for row in clean)]) for i, c in enumerate(columns)]
     names = [i for i, column in enumerate(columns) if column.is_name]
-    rest = width - sum(w for i, w in enumerate(widest) if i not in names) - 2 * len(columns)
+    rest = width - sum(w for i, w in enumerate(widest) if i not in names) - 2 * (len(columns) - 1)
     share = max(12, rest // max(len(names), 1))
-    for row in clean:
-        yield [fit(cell, share) if i in names else cell for i, cell in enumerate(row)]
+    for i in names:
+        for row, name in zip(clean, fit([row[i] for row in clean], share), strict=True):
+            row[i] = name
+    return clean
 
 
 def print_facts(title: str, facts: Sequence[tuple[str, str, str]]) -> None:
@@ -97,8 +104,8 @@ def print_facts(title: str, facts: Sequence[tuple[str, str, str]]) -> None:
     for label, value, style in facts:
         grid.add_row(f"  {label}", text(printable(value), style=style))
     screen = console()
-    screen.print(text(printable(title), style="bold"))
-    screen.print(grid)
+    _print(screen, text(printable(title), style="bold"))
+    _print(screen, grid)
 
 
 def print_line(line: str, style: str = "") -> None:

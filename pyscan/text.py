@@ -73,21 +73,28 @@ def signed(value: float | None) -> str:
 
 
 def factor(log2: float) -> str:
-    """A log2 ratio as people say it: `x2.1`, `/8`; `-` where there is none."""
+    """A log2 ratio as people say it: `x2.10`, `/8.00`; `-` where there is none."""
     if math.isnan(log2):
         return "-"
     value = 2 ** min(abs(log2), 1000)
-    return ("x" if log2 >= 0 else "/") + (f"{value:.3g}" if value < 1e5 else f"{value:.0e}")
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return ("x" if log2 >= 0 else "/") + (f"{value:.{digits}f}" if value < 1e4 else f"{value:.0e}")
 
 
-def fit(name: str, width: int) -> str:
-    """The name in at most `width` characters: first without `.weight`, then with its middle left out."""
-    if len(name) > width:
-        name = name.removesuffix(".weight")
-    if len(name) <= width:
-        return name
-    tail = (width - 1) * 2 // 3
-    return name[: width - 1 - tail] + "…" + name[len(name) - tail :]
+def fit(names: Sequence[str], width: int) -> list[str]:
+    """The names in at most `width` characters: all without `.weight` if one is too long, then without their beginnings.
+
+    A name ends with what tells it from its neighbours, so whole components go from its front: `…layers.2.mlp.up_proj`.
+    """
+    if any(len(name) > width for name in names):
+        names = [name.removesuffix(".weight") for name in names]
+    return [name if len(name) <= width else _without_beginning(name, width) for name in names]
+
+
+def _without_beginning(name: str, width: int) -> str:
+    tail = name[len(name) - width + 1 :]
+    component = tail.find(".")
+    return "…" + (tail if component < 0 else tail[component + 1 :])
 
 
 def history(norms: ArrayLike, buckets: int) -> NDArray[np.float64]:

@@ -72,15 +72,17 @@ def test_scores_carry_their_sign():
 
 
 def test_factors_say_times_or_divided_by():
-    assert [text.factor(v) for v in (1.0, -3.0, 0.0, math.nan, 20.0)] == ["x2", "/8", "x1", "-", "x1e+06"]
+    assert [text.factor(v) for v in (1.0, -3.0, 0.0, math.nan, 20.0)] == ["x2.00", "/8.00", "x1.00", "-", "x1e+06"]
 
 
-def test_long_names_lose_weight_first_and_their_middle_next():
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert text.fit(name, 40) == name
-    assert text.fit(name, 27) == "model.layers.0.mlp.up_proj"
-    assert text.fit(name, 13) == "mode….up_proj"
-    assert all(len(text.fit(name, width)) <= width for width in range(1, 40))
+def test_long_names_lose_weight_first_and_their_beginning_next():
+    names = ["model.layers.10.mlp.up_proj.weight", "lm_head.weight"]
+    assert text.fit(names, 34) == names
+    assert text.fit(names, 33) == ["model.layers.10.mlp.up_proj", "lm_head"]
+    assert text.fit(names, 26) == ["…layers.10.mlp.up_proj", "lm_head"]
+    assert text.fit(names, 20) == ["…10.mlp.up_proj", "lm_head"]
+    assert text.fit(names, 4) == ["…roj", "…ead"]
+    assert all(len(name) <= width for width in range(1, 40) for name in text.fit(names, width))
 
 
 def test_history_is_the_mean_level_of_each_bucket():

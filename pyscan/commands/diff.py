@@ -96,6 +96,9 @@ def _print(
     tables.print_table(columns, rows)
     steps = f"{text.plural(len(common.steps), 'common step')}, {common.steps[0]:,} to {common.steps[-1]:,}"
     tables.print_line(f"{text.plural(len(matches.pairs), 'site')} in both · {steps} · log2(B / A)", "dim")
+    renamed = [(a, b) for a, b in matches.pairs if a != b]
+    if renamed:
+        tables.print_line(f"{len(renamed)} have another name in B: {renamed[-1][0]} is {renamed[-1][1]}", "dim")
     for path, names in ((args.a, matches.only_a), (args.b, only_b)):
         if names:
             more = ", ..." if len(names) > 3 else ""
@@ -105,17 +108,18 @@ def _print(
 def _table(found: list[SiteDiff]) -> tuple[list[Any], list[list[str]]]:
     from pyscan import tables, text
 
-    renamed = any(diff.a != diff.b for diff in found)
-    columns = [tables.Column("site" if not renamed else "site in A", right=False, is_name=True)]
-    if renamed:
-        columns.append(tables.Column("site in B", right=False, is_name=True))
-    for name in found[0].channels:
-        columns += [tables.Column(f"{name} mean"), tables.Column("largest"), tables.Column("first")]
+    columns = [tables.Column("site", right=False, is_name=True)]
+    with_largest = tables.width() >= 90
+    for name in found[0].channels if found else ():
+        columns.append(tables.Column(f"{name} mean"))
+        columns += [tables.Column("largest")] if with_largest else []
+        columns.append(tables.Column("first"))
     rows = []
     for diff in found:
-        row = [diff.a, *([diff.b if diff.b != diff.a else "="] if renamed else [])]
+        row = [diff.a]
         for part in diff.channels.values():
             first = "-" if part.first_step is None else f"{part.first_step:,}"
-            row += [text.signed(part.mean), text.signed(part.largest).lstrip("+"), first]
+            largest = [text.signed(part.largest).lstrip("+")] if with_largest else []
+            row += [text.signed(part.mean), *largest, first]
         rows.append(row)
     return columns, rows

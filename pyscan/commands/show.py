@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyscan.commands.base import UserError, Verb, add_json, add_scan, add_selection, open_run, print_json, select_sites
 
@@ -58,7 +58,7 @@ class Show(Verb):
                     one_step=args.step is not None,
                     blocks=args.blocks,
                     scope=args.scope,
-                    buckets=JSON_BUCKETS if args.json else tables.spark_width(),
+                    buckets=JSON_BUCKETS if args.json else _look(tables.width()).marks,
                     tick=tick,
                 )
             step = None if row is None else int(run.steps["step"][row])
@@ -68,6 +68,18 @@ class Show(Verb):
             else:
                 _print(run, args, step, top, bottom, cells)
         return 0
+
+
+class _Look(NamedTuple):
+    """What a terminal has room for beside names and norms."""
+
+    history: bool
+    drift: bool
+    marks: int  # in a history
+
+
+def _look(width: int) -> _Look:
+    return _Look(history=width >= 70, drift=width >= 100, marks=8 if width < 100 else 12 if width < 140 else 20)
 
 
 def _row(run: Run, step: int | None) -> int | None:
@@ -118,11 +130,11 @@ def _print(
         return
     columns, rows = _table(run, [*top, *bottom])
     tables.print_table(columns, rows, sections=[len(top) - 1] if bottom else [])
-    over = f"step {step:,}" if args.step is not None else f"{text.plural(len(run.steps), 'step')}"
+    over = f"at step {step:,}" if args.step is not None else f"over {text.plural(len(run.steps), 'step')}"
     shown = len(top) + len(bottom)
     what = "block" if args.blocks else "site"
     some = f"{shown} of {text.plural(len(cells), what)}" if shown < len(cells) else text.plural(shown, what)
-    tables.print_line(f"{some} · norms at step {step:,} · SPS within the {_scope(args.scope)} over {over}", "dim")
+    tables.print_line(f"{some} · norms at step {step:,} · SPS within the {_scope(args.scope)} {over}", "dim")
     for line, style in _remarks(cells):
         tables.print_line(line, style)
 
@@ -138,17 +150,19 @@ def _table(run: Run, cells: list[CellSummary]) -> tuple[list[Any], list[list[str
     channels, bars = norm_channels(run), tables.bars()
     with_block = any(cell.block is not None for cell in cells)
     columns = [tables.Column("site", right=False, is_name=True), *([tables.Column("block")] if with_block else [])]
-    with_drift = not tables.is_narrow()
+    look = _look(tables.width())
     for name, style in zip(channels, ("cyan", "magenta"), strict=False):
-        columns += [tables.Column(name), tables.Column("over time", right=False, style=style)]
-        columns += [tables.Column("drift")] if with_drift else []
+        columns.append(tables.Column(name))
+        columns += [tables.Column("over time", right=False, style=style)] if look.history else []
+        columns += [tables.Column("drift")] if look.drift else []
     columns.append(tables.Column("SPS"))
     rows = []
     for cell in cells:
         row = [cell.site, *([str(cell.block)] if with_block else [])]
         for part in cell.channels.values():
-            row += [text.norm(part.norm), text.sparkline(part.history, bars)]
-            row += [text.factor(part.drift)] if with_drift else []
+            row.append(text.norm(part.norm))
+            row += [text.sparkline(part.history, bars)] if look.history else []
+            row += [text.factor(part.drift)] if look.drift else []
         rows.append([*row, text.signed(cell.sps)])
     return columns, rows
 
