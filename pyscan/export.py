@@ -164,15 +164,13 @@ def write_parquet(run: Run, directory: Path, sites: Sequence[SiteInfo] | None = 
     pq = need("pyarrow.parquet", "arrow")
     schema, lines = arrow_schema(with_channel=False), 0
     sites = run.sites if sites is None else sites
-    windows = [(channel, rows) for channel in run.channels for rows in _file_windows(run, sites, channel)]
+    steps = run.steps["step"]
+    windows = [(channel, rows) for channel in run.channels for rows in _file_windows(len(steps), sites, channel)]
     directory.mkdir()
     for done, (channel, rows) in enumerate(windows):
-        steps = run.steps["step"][rows]
         target = directory / f"channel={quote(channel.name, safe='')}"
         target.mkdir(exist_ok=True)
-        with pq.ParquetWriter(
-            target / f"steps-{steps[0]:012}-{steps[-1]:012}.parquet", schema, compression="zstd"
-        ) as out:
+        with pq.ParquetWriter(target / _file_name(steps[rows]), schema, compression="zstd") as out:
             for piece in pieces(run, sites, [channel], rows):
                 out.write_batch(_record_batch(piece, schema))
                 lines += len(piece.step)
@@ -181,23 +179,25 @@ def write_parquet(run: Run, directory: Path, sites: Sequence[SiteInfo] | None = 
     return lines
 
 
-def _file_windows(run: Run, sites: Sequence[SiteInfo], channel: Channel) -> Iterator[slice]:
+def _file_windows(num_rows: int, sites: Sequence[SiteInfo], channel: Channel) -> list[slice]:
+    """Rows of each file of a channel; one file without rows where there are none, so that the table can be read."""
     cells = sum(site.num_cells(channel.per) for site in sites)
-    if not cells:
-        return
-    window = max(FILE_CELLS // cells // 64 * 64, 64)
-    for at in range(0, len(run.steps), window):
-        yield slice(at, min(at + window, len(run.steps)))
+    window = max(FILE_CELLS // max(cells, 1) // 64 * 64, 64)
+    return [slice(at, min(at + window, num_rows)) for at in range(0, max(num_rows, 1), window)]
+
+
+def _file_name(steps: NDArray[Any]) -> str:
+    return f"steps-{steps[0]:012}-{steps[-1]:012}.parquet" if len(steps) else "steps-none.parquet"
 
 
 def write_csv(run: Run, file: IO[str], sites: Sequence[SiteInfo] | None = None, tick: Tick | None = None) -> int:
     """Write a header and a line per observed cell; floats have the fewest digits that give the same float32 back."""
-    lines, sites = 0, run.sites if sites is None else sites
+    lines = 0
+    sites = run.sites if sites is None else sites
     total = sum(site.num_cells(channel.per) for site in sites for channel in run.channels) * len(run.steps)
     digits = functools.lru_cache(1 << 17)(lambda value: str(np.float32(value)))
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
-    done = 0
     for piece in pieces(run, sites):
         names = [piece.names[i] for i in piece.site.tolist()]
         values = map(digits, piece.value.tolist())
@@ -205,7 +205,6 @@ def write_csv(run: Run, file: IO[str], sites: Sequence[SiteInfo] | None = None, 
             zip(piece.step.tolist(), names, [piece.channel] * len(names), piece.block.tolist(), values, strict=True)
         )
         lines += len(names)
-        done += len(names)
         if tick:
-            tick(done, max(total, 1))
+            tick(lines, max(total, 1))
     return lines

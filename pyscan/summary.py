@@ -60,7 +60,7 @@ def summarize(
     buckets: int = 24,
     tick: Tick = lambda done, total: None,
 ) -> list[CellSummary]:
-    """A record per site, or per block. Norms are those of the row, SPS that of the row or, unless one_step, the integral.
+    """A record per site, or per block: the norms of the row, and the SPS of the row or, unless one_step, its integral.
 
     The SPS of a site is the mean over its blocks.
     """

@@ -76,9 +76,12 @@ def _to_csv(run: Run, sites: list[SiteInfo], output: Path) -> int:
 
     if output.is_dir():
         raise UserError(f"{output} is a directory: name a file")
-    with _finished(output) as part, tables.progress("Writing") as tick:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            return export.write_csv(run, file, sites, tick)
+    with (
+        _finished(output) as part,
+        tables.progress("Writing") as tick,
+        part.open("w", encoding="utf-8", newline="") as file,
+    ):
+        return export.write_csv(run, file, sites, tick)
 
 
 def _to_parquet(run: Run, sites: list[SiteInfo], output: Path) -> int:
