@@ -22,7 +22,7 @@ CODE_NAN = 32766
 CODE_INFINITY = 32767
 CODE_LIMIT = 32765
 
-DTYPES = {"log2q8": np.dtype("<i2"), "u16": np.dtype("<u2"), "f32": np.dtype("<f4")}
+DTYPES: dict[str, np.dtype[Any]] = {"log2q8": np.dtype("<i2"), "u16": np.dtype("<u2"), "f32": np.dtype("<f4")}
 
 
 def _decode_table() -> Floats:
@@ -52,13 +52,13 @@ def decode(codes: Array, codec: str) -> Floats:
 
 
 def encode(values: npt.ArrayLike, codec: str) -> Array:
-    """Values to cells as stored. Negative values have no norm's meaning and become NaN; u16 has no absent: it becomes 0."""
+    """Values to cells as stored. Negative values are no norms and become NaN; u16 has no absent: it becomes 0."""
     given = np.asarray(values)
     if codec == "f32":
         return given.astype("<f4")
     if codec == "u16":
         filled = np.nan_to_num(given, nan=0.0, posinf=65535.0)
-        return np.clip(np.rint(filled), 0, 65535).astype("<u2")
+        return np.asarray(np.clip(np.rint(filled), 0, 65535), "<u2")
     return encode_log2(given)
 
 
@@ -71,7 +71,7 @@ def encode_log2(values: Array) -> Array:
     codes[exact == np.inf] = CODE_INFINITY
     codes[np.isnan(exact) | (exact < 0)] = CODE_NAN
     codes[np.atleast_1d(is_absent(values))] = CODE_ABSENT
-    return codes.reshape(values.shape)
+    return np.asarray(codes.reshape(values.shape))
 
 
 def absent_codes(shape: tuple[int, ...], codec: str) -> Array:

@@ -173,7 +173,7 @@ def encode_frame(
 
 
 def decode_frame(buffer: memoryview, offset: int, run_id: bytes) -> Frame | str:
-    """The frame whose header stands at `offset`, or the reason why there is none. No length is believed before the CRC."""
+    """The frame whose header stands at `offset`, or why there is none. No length is believed before its CRC."""
     if offset + FRAME_HEADER_BYTES > len(buffer):
         return "torn frame header"
     magic, kind, payload_bytes, first_step, first_row, rows, flags, number, prefix, _, crc = _FRAME_HEADER.unpack_from(

@@ -1,7 +1,7 @@
 """Frames written from Python, for the rewriting of files that exist: repair, compact, merge, import.
 
-It receives schemas, rows, events and tokens payloads in order, numbers the frames and rows, and hands bytes to a sink. Scanning itself
-uses the compiled writer.
+It receives schemas, rows, events and tokens payloads in order, numbers the frames and rows, and hands bytes to a sink.
+Scanning itself uses the compiled writer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The frames of one `.mscan` file: find them, check them, hand on the bytes of their payloads.
 
-`ScanFile` receives a buffer (a memory map, or bytes) and lists its frames from the index or by walking the headers. It checks
-a frame's header before it believes a length, and each 4 KiB chunk once, when it is first touched. What is damaged is noted in
-`damage` with its offset and given as missing, never guessed at.
+`ScanFile` receives a buffer (a memory map, or bytes) and lists its frames from the index or by walking the headers. It
+checks a frame's header before it believes a length, and each 4 KiB chunk once, when it is first touched. What is
+damaged is noted with its offset and given as missing, never guessed at.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import zlib
@@ -45,9 +46,11 @@ class ScanFile:
         self.view = memoryview(buffer)
 
     def close(self) -> None:
-        self.view.release()
-        if isinstance(self.buffer, mmap.mmap):
-            self.buffer.close()
+        """Let go of the bytes. A view that someone still holds keeps the map alive until it is gone."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            if isinstance(self.buffer, mmap.mmap):
+                self.buffer.close()
 
     def grow(self, buffer: Buffer) -> int:
         """Take a longer buffer of the same file; returns the number of frames that stay as they were.
@@ -158,7 +161,7 @@ class ScanFile:
             end = frame.end
 
     def bad_chunks(self, frame: Frame, start: int, stop: int) -> list[int]:
-        """The chunks of the payload bytes [start, stop) that are damaged; each chunk is computed once and remembered."""
+        """The chunks of the payload bytes [start, stop) that are damaged; each is computed once and remembered."""
         states = self._chunks.get(frame.offset)
         if states is None:
             states = self._chunks[frame.offset] = self._trust(frame)

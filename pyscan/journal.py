@@ -26,8 +26,9 @@ class Journal:
         self._token_step: dict[int, int | None] = {}
 
     def forget(self, frame: Frame) -> None:
-        for known in (self._parsed, self._token_step, self.notes):
-            known.pop(frame.offset, None)  # type: ignore[attr-defined]
+        self._parsed.pop(frame.offset, None)
+        self._token_step.pop(frame.offset, None)
+        self.notes.pop(frame.offset, None)
 
     def events(self, timeline: Timeline) -> list[Event]:
         return [event for _, event in self.events_in_force(timeline)]
@@ -120,7 +121,7 @@ _LAST = (2**64, 0)
 def by_site(tokens: Tokens, sites: tuple[SiteInfo, ...]) -> dict[str, Any]:
     """The arrays of a step under the names of their sites; a contribution that is not stored is computed.
 
-    ||x_t|| * ||g_t|| is the norm of position t's own contribution to the gradient; for an embedding it is ||g_t|| alone.
+    ||x_t|| * ||g_t|| is the norm of position t's own contribution to the gradient; for an embedding, ||g_t|| alone.
     """
     result: dict[str, Any] = {"ids": tokens.ids}
     for array in tokens.arrays:

@@ -20,7 +20,7 @@ from pyscan.format import padded
 from pyscan.schema import loads, loads_strict
 
 _LENGTH = struct.Struct("<I")
-_ID_DTYPES = {"i4": np.dtype("<i4"), "i8": np.dtype("<i8"), "u4": np.dtype("<u4")}
+_ID_DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "i8": np.dtype("<i8"), "u4": np.dtype("<u4")}
 _CELL_DTYPES = {"log2q8": "i2", "u16": "u2", "f32": "f4"}
 TOKEN_CHANNELS = ("act", "grad", "contribution")
 

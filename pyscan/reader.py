@@ -8,8 +8,10 @@ import struct
 
 from pyscan import format as fmt
 from pyscan.errors import ScanFormatError
-from pyscan.frames import Buffer, map_file
+from pyscan.ranks import find_ranks, open_ranks
 from pyscan.run import Run
+from pyscan.source import BufferSource, PathSource
+from pyscan.version1 import Version1Run
 from pyscan.version2 import FileRun
 
 __all__ = ["Run", "open", "open_buffer"]
@@ -17,51 +19,16 @@ __all__ = ["Run", "open", "open_buffer"]
 _START = struct.Struct("<5sH")
 
 
-class PathSource:
-    """A file on disk and its tail; `load` looks at the tail first, so that a row moving between them is never missed."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._file = builtins.open(path, "rb")
-
-    def load(self) -> tuple[bytes, Buffer]:
-        try:
-            with builtins.open(f"{self.path}.tail", "rb") as tail:
-                rows = tail.read()
-        except FileNotFoundError:
-            rows = b""
-        return rows, map_file(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class BufferSource:
-    """The same for bytes in memory."""
-
-    def __init__(self, main: bytes, tail: bytes = b"") -> None:
-        self.path, self.main, self.tail = "<memory>", main, tail
-
-    def load(self) -> tuple[bytes, Buffer]:
-        return self.tail, self.main
-
-    def close(self) -> None: ...
-
-
 def open(path: str | os.PathLike[str]) -> Run:
-    """Open a scan for reading: a `.mscan` file of version 2 or 1.1, or the files of all ranks under the name they share."""
+    """Open a scan for reading: a `.mscan` file of version 2 or 1.1, or all ranks' files by their common name."""
     name = os.fspath(path)
     if not os.path.exists(name):
-        from pyscan.ranks import find_ranks, open_ranks
-
         if find_ranks(name):
             return open_ranks(name)
         raise FileNotFoundError(f"there is no file {name!r} and no {os.path.splitext(name)[0]}.rank00000.mscan")
     with builtins.open(name, "rb") as file:
         version = _version(file.read(_START.size))
     if version == 1:
-        from pyscan.version1 import Version1Run
-
         return Version1Run(name)
     return FileRun(PathSource(name))
 
@@ -69,8 +36,6 @@ def open(path: str | os.PathLike[str]) -> Run:
 def open_buffer(main: bytes, tail: bytes = b"") -> Run:
     """The same for the bytes of a file."""
     if _version(main[: _START.size]) == 1:
-        from pyscan.version1 import Version1Run
-
         return Version1Run("<memory>", main)
     return FileRun(BufferSource(main, tail))
 

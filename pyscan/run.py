@@ -1,7 +1,7 @@
 """`Run`: what every scan looks like to its reader, whatever the file behind it.
 
-A kind of file (version 2, version 1.1, many ranks) hands in its sites, channels and row table and says how the cells of one site
-are read for a range of rows; everything users call is built on that here.
+A kind of file (version 2, version 1.1, many ranks) hands in its sites, channels and row table and says how the cells of
+one site are read for a range of rows; everything users call is built on that here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import numpy as np
 from pyscan import codecs
 from pyscan.codecs import Array, Floats
 from pyscan.errors import ScanError, ScanFormatError, ScanNameError
-from pyscan.format import KNOWN_FLAG, ROW_DTYPE
 from pyscan.payloads import Event
 from pyscan.schema import Channel, SiteInfo
 
 # cells decoded at once where a result is smaller than what it is made of
 _WINDOW_CELLS = 1 << 22
-STEPS_DTYPE = np.dtype([(name, ROW_DTYPE[name]) for name in ROW_DTYPE.names or () if name != "reserved"])
 
 
 class Run(ABC):
@@ -45,7 +43,7 @@ class Run(ABC):
     @property
     @abstractmethod
     def steps(self) -> Array:
-        """One record per row: step, time_ns, tokens, loss, lr, grad_scale, total_norm, flags. Not known is NaN, or 0."""
+        """A record per row: step, time_ns, tokens, loss, lr, grad_scale, total_norm, flags. Not known is NaN, or 0."""
 
     @property
     @abstractmethod
@@ -106,9 +104,9 @@ class Run(ABC):
     def get(self, channel: str, name: str, blocks: bool = False, *, steps: slice | None = None) -> Floats:
         """A channel of a site as float32 [steps], or [steps, blocks].
 
-        Without `blocks` the cells of a step are combined in float64: norms as the root of the sum of squares, maxima as the
-        largest, counts as the sum. Absent cells are left out; all absent gives absent; any other NaN gives NaN. `steps`
-        picks rows by their place in `run.steps`: `slice(-1000, None)` is the last thousand.
+        Without `blocks` the cells of a step are combined in float64: norms as the root of the sum of squares, maxima as
+        the largest, counts as the sum. Absent cells are left out; all absent gives absent; any other NaN gives NaN.
+        `steps` picks rows by their place in `run.steps`: `slice(-1000, None)` is the last thousand.
         """
         what, site = self.channel(channel), self.site(name)
         start, stop, stride = self._rows(steps)
@@ -123,7 +121,7 @@ class Run(ABC):
         return np.concatenate(parts)[::stride] if parts else np.zeros(0, np.float32)
 
     def codes(self, channel: str, name: str, *, steps: slice | None = None) -> Array:
-        """A channel of a site as stored, [steps, blocks]. Where nothing is stored: the codec's absent; u16 has none: 0."""
+        """A channel of a site as stored, [steps, blocks]. Where nothing is stored: the codec's absent, for u16 0."""
         what, site = self.channel(channel), self.site(name)
         start, stop, stride = self._rows(steps)
         self._refuse_monster(stop - start, self._num_cells(what, site))
@@ -143,7 +141,7 @@ class Run(ABC):
         return export.to_pandas(self)
 
     def follow(self, poll_seconds: float = 1.0) -> Iterator[slice]:
-        """Yield the rows there are now, then new rows whenever there are some: slices to give to `steps=`. It never ends by itself."""
+        """Yield the rows there are now, then new ones as they come, as slices for `steps=`. It never ends."""
         seen = len(self.steps)
         yield slice(0, seen)
         while True:
@@ -174,18 +172,10 @@ class Run(ABC):
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}: {len(self.steps)} rows, {len(self.sites)} sites>"
-
-
-def known_steps(rows: Array) -> Array:
-    """Rows as stored to rows as users see them: what is not known is NaN, or 0 for tokens."""
-    steps = np.empty(len(rows), STEPS_DTYPE)
-    for name in STEPS_DTYPE.names or ():
-        steps[name] = rows[name]
-    for name, flag in KNOWN_FLAG.items():
-        steps[name][(rows["flags"] & flag) == 0] = 0 if name == "tokens" else np.nan
-    return steps

@@ -87,6 +87,8 @@ class Mesh:
     def __post_init__(self) -> None:
         if not len(self.dims) == len(self.shape) == len(self.coords) <= 32 or len(set(self.dims)) != len(self.dims):
             raise ScanFormatError(f"a mesh names each dimension once with its size and coordinate, got {self.dims}")
+        if math.prod(_count(size, "mesh size") for size in self.shape) > 2**20:
+            raise ScanFormatError("a mesh has at most 2**20 ranks")
         for dim, size, coord in zip(self.dims, self.shape, self.coords, strict=True):
             _text(dim, "mesh dimension")
             if not 0 <= _count(coord, "mesh coordinate") < _count(size, "mesh size"):

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pyscan.codecs import DTYPES, Array
-from pyscan.format import CHUNK_BYTES, FRAME_ROW_MAJOR, ROW_DTYPE, ROW_RESUMED, Frame
+from pyscan.format import CHUNK_BYTES, FRAME_ROW_MAJOR, KNOWN_FLAG, ROW_DTYPE, ROW_RESUMED, Frame
 from pyscan.frames import ScanFile
 from pyscan.schema import Layout
 
+STEPS_DTYPE = np.dtype([(name, ROW_DTYPE[name]) for name in ROW_DTYPE.names or () if name != "reserved"])
 _NEVER = np.uint64(2**64 - 1)
 
 
@@ -30,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The rows of one frame that are in force: `keep` are their places in the frame, `start` that of the first in the run."""
+    """The rows of one frame that are in force: rows [start, stop) of the run; `keep` are their places in the frame."""
 
     part: Part
     start: int
@@ -41,15 +42,16 @@ class Segment(NamedTuple):
 @dataclass(frozen=True)
 class Timeline:
     segments: list[Segment]
-    rows: Array
+    rows: Array  # as stored
+    steps: Array  # as users see them
     # row numbers of the first rows after a resume, ascending, and the lowest step resumed at from each of them on
     resumed_at: list[int]
     resumed_step: list[int]
 
     def is_voided(self, step: int, next_row: int, *, before_resume: bool) -> bool:
-        """Whether an event or tokens frame of `step`, written when `next_row` was to come, belongs to an abandoned timeline.
+        """Whether an event or tokens frame of `step`, written when `next_row` was to come, is of an abandoned timeline.
 
-        `before_resume` decides for what was written after the last row and before the resumed one: which side it stands on.
+        `before_resume` decides for what was written between the last row and the resumed one: on which side it stands.
         """
         find = bisect_left if before_resume else bisect_right
         place = find(self.resumed_at, next_row)
@@ -74,7 +76,17 @@ def arrange(parts: list[Part]) -> Timeline:
             places = slice(part.skip, None) if whole else np.flatnonzero(kept) + part.skip
             segments.append(Segment(part, start, stop, places))
         first, start = first + len(table), stop
-    return Timeline(segments, rows[keep], *_resumes(parts, rows))
+    return Timeline(segments, rows[keep], known_steps(rows[keep]), *_resumes(parts, rows))
+
+
+def known_steps(rows: Array) -> Array:
+    """Rows as stored to rows as users see them: what is not known is NaN, or 0 for tokens."""
+    steps = np.empty(len(rows), STEPS_DTYPE)
+    for name in STEPS_DTYPE.names or ():
+        steps[name] = rows[name]
+    for name, flag in KNOWN_FLAG.items():
+        steps[name][(rows["flags"] & flag) == 0] = 0 if name == "tokens" else np.nan
+    return steps
 
 
 def _in_force(rows: Array) -> Array:
@@ -99,7 +111,7 @@ def _resumes(parts: list[Part], rows: Array) -> tuple[list[int], list[int]]:
 def gather(
     segments: list[Segment], channel: int, cells: tuple[int, int], start: int, stop: int
 ) -> tuple[Array, Array | None]:
-    """The cells [first, end) of a channel as stored, [cells, rows] for the rows [start, stop), and a mask of those lost to damage."""
+    """Cells of a channel as stored, [cells, rows], for the rows [start, stop); and which are lost to damage."""
     dtype = DTYPES[segments[0].part.layout.schema.channels[channel].codec]
     out = np.empty((cells[1] - cells[0], stop - start), dtype)
     lost: Array | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,23 +16,13 @@ from pyscan import format as fmt
 from pyscan.codecs import Array, Floats
 from pyscan.errors import ScanFormatError
 from pyscan.format import Frame
-from pyscan.frames import Buffer, ScanFile
+from pyscan.frames import ScanFile
 from pyscan.journal import Journal
 from pyscan.payloads import Event
-from pyscan.run import Run, known_steps
+from pyscan.run import Run
 from pyscan.schema import Channel, Layout, Schema, SiteInfo
+from pyscan.source import Source
 from pyscan.timeline import Part, Timeline, arrange, gather
-
-
-class Source(Protocol):
-    """Where the bytes come from."""
-
-    path: str
-
-    def load(self) -> tuple[bytes, Buffer]:
-        """The tail and the main file as they are now, looked at in this order."""
-
-    def close(self) -> None: ...
 
 
 class FileRun(Run):
@@ -132,7 +122,7 @@ class FileRun(Run):
 
     @property
     def steps(self) -> Array:
-        return known_steps(self.timeline.rows)
+        return self.timeline.steps
 
     def _main_parts(self) -> Iterator[Part]:
         for frame, layout in zip(self.file.frames, self._governing, strict=True):
@@ -174,8 +164,8 @@ class FileRun(Run):
 
     def _num_cells(self, channel: Channel, site: SiteInfo) -> int:
         """The largest number any schema gives the site; they differ only if the model was changed between two runs."""
-        infos = (layout.schema.sites[i] for layout in self.layouts if (i := layout.site_index.get(site.name)) is not None)
-        return max(info.num_cells(channel.per) for info in infos)
+        places = ((layout, layout.site_index.get(site.name)) for layout in self.layouts)
+        return max(layout.schema.sites[i].num_cells(channel.per) for layout, i in places if i is not None)
 
     def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
         out = np.full((self._num_cells(channel, site), stop - start), codecs.ABSENT, np.float32)
@@ -199,7 +189,7 @@ class FileRun(Run):
     def _stored(
         self, channel: Channel, site: SiteInfo, start: int, stop: int
     ) -> Iterator[tuple[Array, Array | None, str, int]]:
-        """Cells as stored [cells, rows] with a mask of those lost to damage, their codec, and the place of the first row; a schema at a time."""
+        """Per schema: cells as stored [cells, rows], which are lost to damage, codec, place of the first row."""
         for layout, group in groupby(self.timeline.overlapping(start, stop), key=lambda segment: segment.part.layout):
             number, place = layout.channel_index.get(channel.name), layout.site_index.get(site.name)
             if number is None or place is None:

@@ -27,9 +27,7 @@ def site(name: str, num_blocks: int, **more: object) -> SiteInfo:
     return SiteInfo(name, "linear", (8, 64 * num_blocks), "float32", num_blocks, **more)
 
 
-def make_schema(
-    blocks: tuple[int, ...] = (3, 1), *, channels: tuple[Channel, ...] = CHANNELS, **more: object
-) -> Schema:
+def make_schema(blocks: tuple[int, ...] = (3, 1), channels: tuple[Channel, ...] = CHANNELS, **more: object) -> Schema:
     sites = tuple(site(f"model.layers.{i}.proj.weight", n) for i, n in enumerate(blocks))
     return Schema("tiny", channels, more.pop("sites", sites), metadata={"note": "synthetic"}, **more)
 
