@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyscan
+from pyscan.errors import ScanFormatError
+from pyscan.format import MAGIC
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -53,23 +59,57 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def open_run(path: Path) -> Run:
-    """The run, or a UserError that says why there is none."""
+    """The run behind a path; what is no scan is reported with its name."""
     if path.is_dir():
         raise UserError(f"{path} is a directory: name the .mscan file in it")
-    return pyscan.open(path)
+    try:
+        return pyscan.open(path)
+    except ScanFormatError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
-def new_output(args: argparse.Namespace, *sources: Path) -> Path:
-    """The output path, free to be written: not an input, and not there unless --force allows replacing it."""
+def require_scan(path: Path) -> None:
+    """Pass if the path is a scan, whole or damaged, or stands for the files of ranks."""
+    if not path.is_file():
+        open_run(path).close()
+        return
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise UserError(f"{path} is not a scan: it does not begin with {MAGIC.decode()}")
+
+
+def new_output(args: argparse.Namespace, source: Path, tail: bool = False) -> Path:
+    """The output path, free to be written: not the input, and not there unless --force allows replacing it.
+
+    A new scan must not find the tail file of another one beside it (`tail`): a reader would take its rows for its own.
+    """
     output: Path = args.output
-    for source in sources:
-        if output.exists() and source.exists() and output.samefile(source):
-            raise UserError(f"{output} is the input itself: name another output")
-    if output.exists() and not args.force:
-        raise UserError(f"{output} exists: name another output or add --force")
+    if output.exists() and source.exists() and output.samefile(source):
+        raise UserError(f"{output} is the input itself: name another output")
+    for path in (output, *([Path(f"{output}.tail")] if tail else [])):
+        if path.exists() and not args.force:
+            raise UserError(f"{path} exists: name another output or add --force")
+    if tail and output.is_dir():
+        raise UserError(f"{output} is a directory: name a file")
     if not output.parent.is_dir():
         raise UserError(f"{output.parent} is not a directory: make it first")
     return output
+
+
+@contextmanager
+def finished(output: Path) -> Iterator[Path]:
+    """A path beside the output that takes its place once it is whole; nothing stays of it when writing fails."""
+    part = output.with_name(f"{output.name}.part{os.getpid()}")
+    try:
+        yield part
+        if output.is_dir():
+            shutil.rmtree(output)
+        part.replace(output)
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
 
 
 def select_sites(run: Run, pattern: str | None) -> list[SiteInfo]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +13,12 @@ from pyscan.commands.base import (
     add_output,
     add_scan,
     add_selection,
+    finished,
     new_output,
     open_run,
     select_sites,
 )
+from pyscan.commands.rewriting import rewrite_scan
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -52,9 +50,9 @@ class Export(Verb):
         add_output(parser, "the table")
 
     def run(self, args: argparse.Namespace) -> int:
+        if args.to == "mscan1":
+            return _to_mscan1(args)
         with open_run(args.scan) as run:
-            if args.to == "mscan1":
-                return _to_mscan1(run, args)
             sites = select_sites(run, args.site)
             if args.to == "csv" and str(args.output) == "-":
                 return _to_stdout(run, sites)
@@ -62,6 +60,15 @@ class Export(Verb):
             lines = (_to_parquet if args.to == "parquet" else _to_csv)(run, sites, output)
         print(f"{output}: {lines:,} lines", file=sys.stderr)
         return 0
+
+
+def _to_mscan1(args: argparse.Namespace) -> int:
+    from pyscan.convert import export_version1
+
+    if args.site is not None:
+        raise UserError("--site selects lines of a table; a version 1.1 scan holds all sites")
+    rewrite_scan(export_version1, args)
+    return 0
 
 
 def _to_stdout(run: Run, sites: list[SiteInfo]) -> int:
@@ -77,7 +84,7 @@ def _to_csv(run: Run, sites: list[SiteInfo], output: Path) -> int:
     if output.is_dir():
         raise UserError(f"{output} is a directory: name a file")
     with (
-        _finished(output) as part,
+        finished(output) as part,
         tables.progress("Writing") as tick,
         part.open("w", encoding="utf-8", newline="") as file,
     ):
@@ -89,7 +96,7 @@ def _to_parquet(run: Run, sites: list[SiteInfo], output: Path) -> int:
 
     if output.exists() and not _is_data_set(output):
         raise UserError(f"{output} is not a Parquet export, so --force does not replace it: name another output")
-    with _finished(output) as part, tables.progress("Writing") as tick:
+    with finished(output) as part, tables.progress("Writing") as tick:
         return export.write_parquet(run, part, sites, tick)
 
 
@@ -98,19 +105,3 @@ def _is_data_set(path: Path) -> bool:
     if not path.is_dir():
         return False
     return all(entry.is_dir() and entry.name.startswith("channel=") for entry in path.iterdir())
-
-
-@contextlib.contextmanager
-def _finished(output: Path) -> Iterator[Path]:
-    """A path beside the output that takes its place once it is whole; nothing stays of it when writing fails."""
-    part = output.with_name(f"{output.name}.part{os.getpid()}")
-    try:
-        yield part
-        if output.is_dir():
-            shutil.rmtree(output)
-        part.replace(output)
-    finally:
-        if part.is_dir():
-            shutil.rmtree(part)
-        else:
-            part.unlink(missing_ok=True)

@@ -166,7 +166,7 @@ def _site_line(facts: dict[str, Any]) -> str:
 
 
 def _channel_line(facts: dict[str, Any]) -> str:
-    of_block = f"block of {facts['block']}" if facts["block"] else "tensor"
+    of_block = f"block of {facts['block']}" if facts["block"] else "tensor" if facts["version"] > 1 else "block"
     words = {"block": of_block, "row_block": f"row {of_block}", "site": "site"}
     per: dict[str, list[str]] = {}
     for channel in facts["channels"]:

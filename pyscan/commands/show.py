@@ -135,6 +135,8 @@ def _print(
     what = "block" if args.blocks else "site"
     some = f"{shown} of {text.plural(len(cells), what)}" if shown < len(cells) else text.plural(shown, what)
     tables.print_line(f"{some} · norms at step {step:,} · SPS within the {_scope(args.scope)} {over}", "dim")
+    if any(channel.codec == "u16" for channel in run.channels):
+        tables.print_line("values are uint16 codes of version 1.1, without a unit", "dim")
     for line, style in _remarks(cells):
         tables.print_line(line, style)
 
