@@ -6,15 +6,16 @@ the same cells. Only `iter_sps` and `run_sps` know what a run is: they feed thes
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pyscan.codecs import is_absent
+from pyscan.codecs import CODE_ABSENT, CODE_INFINITY, CODE_NAN, CODE_ZERO, is_absent
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -25,6 +26,11 @@ Scope = Literal["layer", "global"]
 
 # Levels whose standard deviation is below this are equal but for rounding; a log2q8 code is 0.004 wide.
 _FLAT = 1e-9
+# Levels of one layer that may stay in memory while it is scored: 128 MB for each channel.
+_HELD_CELLS = 1 << 24
+# The level of each log2q8 code, at the place of its bits as uint16: NaN for 0, absent, NaN and infinity.
+_LEVEL_OF_CODE = np.arange(65536, dtype=np.uint16).view(np.int16) / 256
+_LEVEL_OF_CODE[[CODE_ZERO & 0xFFFF, CODE_ABSENT & 0xFFFF, CODE_NAN, CODE_INFINITY]] = np.nan
 _FIRST_INTEGER = re.compile(r"(?:^|[.\[])\d+(?:\]|(?=\.)|$)")
 
 
@@ -208,30 +214,43 @@ def features_of(site: SiteInfo) -> int:
 
 
 def iter_sps(run: Run, scope: Scope = "layer", only: Collection[str] | None = None) -> Iterator[tuple[str, Floats]]:
-    """SPS of the sites of a run as (name, [steps, blocks]), layer by layer; one site is in memory at a time.
+    """SPS of the sites of a run as (name, [steps, blocks]), layer by layer, in bounded memory.
 
     With `only`, sites of other names are not handed out, and layers without one of these names are not read.
     """
     wanted = None if only is None else set(only)
+    num_steps = len(run.steps)
     for members in _groups([layer_of(site.name) for site in run.sites], scope):
         sites = [run.sites[i] for i in members]
         asked = [site for site in sites if wanted is None or site.name in wanted]
+        read = _level_reader(run, sum(site.num_blocks for site in sites) * num_steps)
         if asked:
-            act, grad = (_spread(run, channel, sites) for channel in ("act", "grad"))
+            act, grad = (_spread(channel, sites, num_steps, read) for channel in ("act", "grad"))
             for site in asked:
-                yield site.name, act.z(_site_levels(run, "act", site)) - grad.z(_site_levels(run, "grad", site))
+                yield site.name, act.z(read("act", site.name)) - grad.z(read("grad", site.name))
 
 
-def _spread(run: Run, channel: str, sites: Sequence[SiteInfo]) -> Spread:
-    spread = Spread(len(run.steps))
+LevelReader = Callable[[str, str], Floats]
+
+
+def _spread(channel: str, sites: Sequence[SiteInfo], num_steps: int, read: LevelReader) -> Spread:
+    spread = Spread(num_steps)
     for site in sites:
-        spread.add(_site_levels(run, channel, site))
+        spread.add(read(channel, site.name))
     return spread
 
 
-def _site_levels(run: Run, channel: str, site: SiteInfo) -> Floats:
-    norms = run.get(channel, site.name, blocks=True)
-    return levels(norms, block_widths(features_of(site), norms.shape[1], run.block))
+def _level_reader(run: Run, num_cells: int) -> LevelReader:
+    """Reads the levels of (channel, site); every site is needed twice, and kept in between if all of them are few."""
+
+    def read(channel: str, name: str) -> Floats:
+        if run.channel(channel).codec == "log2q8":
+            found = _LEVEL_OF_CODE[run.codes(channel, name).view(np.uint16)]
+        else:
+            found = levels(run.get(channel, name, blocks=True))
+        return found - 0.5 * np.log2(block_widths(features_of(run.site(name)), found.shape[1], run.block))
+
+    return functools.cache(read) if num_cells <= _HELD_CELLS else read
 
 
 def run_sps(run: Run, scope: Scope = "layer", integral: bool = True) -> dict[str, Floats]:

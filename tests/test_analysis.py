@@ -1,16 +1,19 @@
 """Worked examples: every expected number below is computed by hand in the comment beside it."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_scan import Builder, make_cells, make_rows, make_schema, site
 
-from pyscan import analysis
+import pyscan
+from pyscan import analysis, codecs
 from pyscan.codecs import ABSENT
+from pyscan.schema import Channel
 
 NAN, INF = math.nan, math.inf
 
@@ -201,39 +204,48 @@ def test_difference_is_log2_of_b_over_a():
     assert np.isnan(analysis.difference([NAN, 1], [1, NAN])).all()
 
 
-class FakeRun:
-    """Three sites in two layers; widths 4 and 2 in the first layer."""
-
-    block = 4
-    steps = np.zeros(2)
-    sites = tuple(
-        SimpleNamespace(name=name, kind="linear", shape=shape, num_blocks=blocks)
-        for name, shape, blocks in [("l.0.q", (8, 6), 2), ("l.0.k", (8, 4), 1), ("l.1.q", (8, 8), 2)]
-    )
-    values: ClassVar = {
-        ("act", "l.0.q"): [[2, 4], [1, 1]],
-        ("act", "l.0.k"): [[3], [5]],
-        ("act", "l.1.q"): [[1, 2], [0, 2]],
-        ("grad", "l.0.q"): [[5, 1], [3, 3]],
-        ("grad", "l.0.k"): [[2], [7]],
-        ("grad", "l.1.q"): [[1, 1], [1, 3]],
-    }
-
-    def get(self, channel, name, blocks=False):
-        return np.array(self.values[channel, name], np.float32)
+@pytest.fixture(params=["log2q8", "f32"])
+def run(request, tmp_path):
+    """Three sites in two layers, blocks of 64 but for one of 32 features; a zero, a NaN and an absent cell."""
+    channels = (Channel("act", codec=request.param), Channel("grad", codec=request.param))
+    sites = (site("l.0.q", 2), site("l.1.q", 2), site("l.0.k", 1))
+    schema = make_schema(channels=channels, sites=(replace(sites[0], shape=(8, 96)), *sites[1:]))
+    builder = Builder(schema)
+    cells = make_cells(schema, range(1, 6))
+    values = [codecs.decode(cell, request.param) for cell in cells]
+    values[0][1, 2], values[1][3, 1], values[0][4, 0] = 0, math.nan, codecs.ABSENT
+    builder.writer.steps(make_rows(range(1, 6)), [codecs.encode(part, request.param) for part in values])
+    with pyscan.open(builder.save(tmp_path / "run.mscan")) as opened:
+        yield opened
 
 
+@pytest.mark.parametrize("held", [0, 1 << 24])
 @pytest.mark.parametrize("scope", ["layer", "global"])
-def test_sps_of_a_run_equals_sps_of_its_arrays(scope):
-    run = FakeRun()
-    names = ["l.0.q", "l.0.k", "l.1.q"]
-    act, grad = (np.concatenate([run.get(c, n) for n in names], axis=1) for c in ("act", "grad"))
-    expected = analysis.sps(act, grad, [4, 2, 4, 4, 4], ["l.0"] * 3 + ["l.1"] * 2, scope)
+def test_sps_of_a_run_equals_sps_of_its_arrays(run, scope, held, monkeypatch):
+    monkeypatch.setattr(analysis, "_HELD_CELLS", held)
+    names = [where.name for where in run.sites]
+    act, grad = (np.concatenate([run.get(c, n, blocks=True) for n in names], axis=1) for c in ("act", "grad"))
+    layers = ["l.0", "l.0", "l.1", "l.1", "l.0"]
+    expected = analysis.sps(act, grad, [64, 32, 64, 64, 64], layers, scope)
+    assert np.isnan(expected).any()
     found = analysis.run_sps(run, scope, integral=False)
-    assert list(found) == names
-    np.testing.assert_allclose(np.concatenate(list(found.values()), axis=1), expected, atol=1e-12)
+    assert sorted(found) == sorted(names)
+    np.testing.assert_allclose(np.concatenate([found[n] for n in names], axis=1), expected, atol=1e-5)
     integral = analysis.run_sps(run, scope)
-    np.testing.assert_allclose(np.concatenate(list(integral.values())), analysis.mean_over_steps(expected), atol=1e-12)
+    mean = analysis.mean_over_steps(expected)
+    np.testing.assert_allclose(np.concatenate([integral[n] for n in names]), mean, atol=1e-5)
+
+
+def test_sps_of_some_sites_reads_their_layers_alone(run, monkeypatch):
+    everything = analysis.run_sps(run)
+    read = []
+    for method in ("codes", "get"):
+        original = getattr(run, method)
+        monkeypatch.setattr(run, method, lambda c, n, *a, o=original, **k: read.append(n) or o(c, n, *a, **k))
+    found = dict(analysis.iter_sps(run, only=["l.0.k"]))
+    assert list(found) == ["l.0.k"]
+    assert set(read) == {"l.0.q", "l.0.k"}
+    np.testing.assert_array_equal(analysis.mean_over_steps(found["l.0.k"]), everything["l.0.k"])
 
 
 @pytest.mark.parametrize(("shape", "features"), [((10, 6), 6), ((10, 6, 3, 3), 54), ((7,), 7), ((), 0)])
