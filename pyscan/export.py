@@ -36,6 +36,10 @@ FILE_CELLS = 1 << 25
 COLUMNS = ("step", "site", "channel", "block", "value")
 
 
+def _no_tick(done: int, total: int) -> None:
+    """The progress of those who do not ask for it."""
+
+
 class Piece(NamedTuple):
     """Lines of one channel; `site` counts from the first of `names`."""
 
@@ -155,28 +159,32 @@ def _joined(parts: list[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
-def write_parquet(run: Run, directory: Path, sites: Sequence[SiteInfo] | None = None, tick: Tick | None = None) -> int:
+def write_parquet(run: Run, directory: Path, sites: Sequence[SiteInfo] | None = None, tick: Tick = _no_tick) -> int:
     """Write `channel=NAME/steps-FIRST-LAST.parquet` under the directory, which must be new; returns the lines written.
 
     Hive partitioning by channel, one file per range of steps, sorted by site, then step: DuckDB, Polars and Spark read
     the directory as one table and skip what a query does not ask for.
     """
     pq = need("pyarrow.parquet", "arrow")
-    schema, lines = arrow_schema(with_channel=False), 0
     sites = run.sites if sites is None else sites
-    steps = run.steps["step"]
-    windows = [(channel, rows) for channel in run.channels for rows in _file_windows(len(steps), sites, channel)]
+    schema, steps, total = arrow_schema(with_channel=False), run.steps["step"], _num_cells(run, sites)
+    lines = 0
     directory.mkdir()
-    for done, (channel, rows) in enumerate(windows):
+    for channel in run.channels:
         target = directory / f"channel={quote(channel.name, safe='')}"
-        target.mkdir(exist_ok=True)
-        with pq.ParquetWriter(target / _file_name(steps[rows]), schema, compression="zstd") as out:
-            for piece in pieces(run, sites, [channel], rows):
-                out.write_batch(_record_batch(piece, schema))
-                lines += len(piece.step)
-        if tick:
-            tick(done + 1, len(windows))
+        target.mkdir()
+        for rows in _file_windows(len(steps), sites, channel):
+            with pq.ParquetWriter(target / _file_name(steps[rows]), schema, compression="zstd") as out:
+                for piece in pieces(run, sites, [channel], rows):
+                    out.write_batch(_record_batch(piece, schema))
+                    lines += len(piece.step)
+                    tick(lines, total)
     return lines
+
+
+def _num_cells(run: Run, sites: Sequence[SiteInfo]) -> int:
+    """Lines there are at most; absent cells have none."""
+    return sum(site.num_cells(channel.per) for site in sites for channel in run.channels) * len(run.steps)
 
 
 def _file_windows(num_rows: int, sites: Sequence[SiteInfo], channel: Channel) -> list[slice]:
@@ -190,21 +198,18 @@ def _file_name(steps: NDArray[Any]) -> str:
     return f"steps-{steps[0]:012}-{steps[-1]:012}.parquet" if len(steps) else "steps-none.parquet"
 
 
-def write_csv(run: Run, file: IO[str], sites: Sequence[SiteInfo] | None = None, tick: Tick | None = None) -> int:
+def write_csv(run: Run, file: IO[str], sites: Sequence[SiteInfo] | None = None, tick: Tick = _no_tick) -> int:
     """Write a header and a line per observed cell; floats have the fewest digits that give the same float32 back."""
-    lines = 0
     sites = run.sites if sites is None else sites
-    total = sum(site.num_cells(channel.per) for site in sites for channel in run.channels) * len(run.steps)
+    lines, total = 0, _num_cells(run, sites)
     digits = functools.lru_cache(1 << 17)(lambda value: str(np.float32(value)))
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     for piece in pieces(run, sites):
         names = [piece.names[i] for i in piece.site.tolist()]
         values = map(digits, piece.value.tolist())
-        writer.writerows(
-            zip(piece.step.tolist(), names, [piece.channel] * len(names), piece.block.tolist(), values, strict=True)
-        )
+        columns = piece.step.tolist(), names, [piece.channel] * len(names), piece.block.tolist(), values
+        writer.writerows(zip(*columns, strict=True))
         lines += len(names)
-        if tick:
-            tick(lines, max(total, 1))
+        tick(lines, total)
     return lines

@@ -181,10 +181,13 @@ def test_a_selection_of_sites_leaves_the_others_out(run):
     assert {line[1] for line in lines} == {"experts.up[3]"}
 
 
-def test_progress_ends_at_the_total(run, tmp_path):
+@pytest.mark.parametrize("to", ["parquet", "csv"])
+def test_progress_counts_the_lines_up_to_the_cells_there_are(run, tmp_path, to):
     seen = []
-    export.write_parquet(run, tmp_path / "out", tick=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (4, 4)
+    write, target = (export.write_parquet, tmp_path / "out") if to == "parquet" else (export.write_csv, io.StringIO())
+    lines = write(run, target, tick=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1] == (lines, 70 * 18)
 
 
 def test_a_step_that_no_table_can_hold_is_refused(tmp_path):
