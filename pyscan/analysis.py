@@ -6,15 +6,15 @@ the same cells. Only `iter_sps` and `run_sps` know what a run is: they feed thes
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pyscan.batching import BATCH_CELLS, batches
 from pyscan.codecs import CODE_ABSENT, CODE_INFINITY, CODE_NAN, CODE_ZERO, is_absent
 
 if TYPE_CHECKING:
@@ -218,39 +218,55 @@ def iter_sps(run: Run, scope: Scope = "layer", only: Collection[str] | None = No
 
     With `only`, sites of other names are not handed out, and layers without one of these names are not read.
     """
-    wanted = None if only is None else set(only)
     num_steps = len(run.steps)
+    wanted = {site.name for site in run.sites} if only is None else set(only)
     for members in _groups([layer_of(site.name) for site in run.sites], scope):
         sites = [run.sites[i] for i in members]
-        asked = [site for site in sites if wanted is None or site.name in wanted]
-        read = _level_reader(run, sum(site.num_blocks for site in sites) * num_steps)
-        if asked:
-            act, grad = (_spread(channel, sites, num_steps, read) for channel in ("act", "grad"))
-            for site in asked:
-                yield site.name, act.z(read("act", site.name)) - grad.z(read("grad", site.name))
+        if wanted.isdisjoint(site.name for site in sites):
+            continue
+        parts = list(batches(sites, lambda site: site.num_blocks * num_steps, BATCH_CELLS))
+        read = _level_reader(run, held=len(parts) * BATCH_CELLS <= _HELD_CELLS)
+        act, grad = (_spread(num_steps, (read(channel, part)[0] for part in parts)) for channel in ("act", "grad"))
+        for part in parts:
+            act_levels, ends = read("act", part)
+            scores = act.z(act_levels) - grad.z(read("grad", part)[0])
+            pieces = zip(part, np.split(scores, ends[:-1], axis=1), strict=True)
+            yield from ((site.name, piece) for site, piece in pieces if site.name in wanted)
 
 
-LevelReader = Callable[[str, str], Floats]
-
-
-def _spread(channel: str, sites: Sequence[SiteInfo], num_steps: int, read: LevelReader) -> Spread:
+def _spread(num_steps: int, parts: Iterable[Floats]) -> Spread:
     spread = Spread(num_steps)
-    for site in sites:
-        spread.add(read(channel, site.name))
+    for part in parts:
+        spread.add(part)
     return spread
 
 
-def _level_reader(run: Run, num_cells: int) -> LevelReader:
-    """Reads the levels of (channel, site); every site is needed twice, and kept in between if all of them are few."""
+SideBySide = tuple[Floats, NDArray[np.intp]]  # levels [steps, cells] of some sites, and where each site's cells end
 
-    def read(channel: str, name: str) -> Floats:
-        if run.channel(channel).codec == "log2q8":
-            found = _LEVEL_OF_CODE[run.codes(channel, name).view(np.uint16)]
-        else:
-            found = levels(run.get(channel, name, blocks=True))
-        return found - 0.5 * np.log2(block_widths(features_of(run.site(name)), found.shape[1], run.block))
 
-    return functools.cache(read) if num_cells <= _HELD_CELLS else read
+def _level_reader(run: Run, held: bool) -> Callable[[str, list[SiteInfo]], SideBySide]:
+    """Reads the levels of some sites; every one is needed twice, and stays in memory in between if `held`."""
+    kept: dict[tuple[str, str], SideBySide] = {}
+
+    def read(channel: str, sites: list[SiteInfo]) -> SideBySide:
+        key = channel, sites[0].name
+        if key in kept:
+            return kept.pop(key)
+        found = _read_levels(run, channel, sites)
+        if held:
+            kept[key] = found
+        return found
+
+    return read
+
+
+def _read_levels(run: Run, channel: str, sites: list[SiteInfo]) -> SideBySide:
+    is_log = run.channel(channel).codec == "log2q8"
+    stored = [run.codes(channel, s.name) if is_log else run.get(channel, s.name, blocks=True) for s in sites]
+    widths = [block_widths(features_of(s), cells.shape[1], run.block) for s, cells in zip(sites, stored, strict=True)]
+    cells = np.concatenate(stored, axis=1)
+    found = _LEVEL_OF_CODE[cells.view(np.uint16)] if is_log else levels(cells)
+    return found - 0.5 * np.log2(np.concatenate(widths)), np.cumsum([len(width) for width in widths])
 
 
 def run_sps(run: Run, scope: Scope = "layer", integral: bool = True) -> dict[str, Floats]:

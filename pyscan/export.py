@@ -16,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from pyscan.batching import batches
 from pyscan.codecs import is_absent
 from pyscan.errors import ScanError
 from pyscan.extras import need
@@ -62,26 +63,11 @@ def pieces(
     start, stop, _ = (rows or slice(None)).indices(len(run.steps))
     steps = _signed(run.steps["step"])
     for channel in run.channels if channels is None else channels:
-        for group in _groups(sites, channel, stop - start):
+        for group in batches(sites, lambda site: site.num_cells(channel.per) * (stop - start), PIECE_CELLS):  # noqa: B023
             cells = sum(site.num_cells(channel.per) for site in group)
             window = max(PIECE_CELLS // max(cells, 1), 64)
             for at in range(start, stop, window):
                 yield _piece(run, channel, group, slice(at, min(at + window, stop)), steps)
-
-
-def _groups(sites: Sequence[SiteInfo], channel: Channel, num_rows: int) -> Iterator[list[SiteInfo]]:
-    """Neighbouring sites that fit into a piece together; a large one is alone."""
-    group: list[SiteInfo] = []
-    total = 0
-    for site in sites:
-        cells = site.num_cells(channel.per) * num_rows
-        if group and total + cells > PIECE_CELLS:
-            yield group
-            group, total = [], 0
-        group.append(site)
-        total += cells
-    if group:
-        yield group
 
 
 def _piece(run: Run, channel: Channel, group: list[SiteInfo], rows: slice, steps: NDArray[np.int64]) -> Piece:

@@ -39,6 +39,7 @@ class Run(ABC):
     sites: list[SiteInfo]
     channels: list[Channel]
     missing_ranks: tuple[int, ...] = ()
+    _named: tuple[list[SiteInfo], dict[str, SiteInfo]] | None = None
 
     @property
     @abstractmethod
@@ -81,11 +82,17 @@ class Run(ABC):
 
     def site(self, name: str) -> SiteInfo:
         """The site of that name, given with or without `.weight`."""
-        by_name = {site.name: site for site in self.sites}
+        by_name = self._sites_by_name()
         for candidate in (name, f"{name}.weight", name.removesuffix(".weight")):
             if candidate in by_name:
                 return by_name[candidate]
         raise ScanNameError("site", name, by_name)
+
+    def _sites_by_name(self) -> dict[str, SiteInfo]:
+        """Made once for each list of sites: a run may have a million, and every read looks one up."""
+        if self._named is None or self._named[0] is not self.sites:
+            self._named = self.sites, {site.name: site for site in self.sites}
+        return self._named[1]
 
     def channel(self, name: str) -> Channel:
         by_name = {channel.name: channel for channel in self.channels}

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyscan import analysis
+from pyscan.batching import BATCH_CELLS, batches
 from pyscan.codecs import combine, is_absent
 from pyscan.text import history
 
@@ -39,7 +40,6 @@ class CellSummary:
 
     site: str
     block: int | None
-    num_blocks: int
     sps: float
     channels: dict[str, ChannelSummary]
 
@@ -66,15 +66,26 @@ def summarize(
     """
     scores = _scores(run, sites, row if one_step else None, scope, lambda done: tick(done, 2 * len(sites)))
     records: list[CellSummary] = []
-    for done, site in enumerate(sites):
-        channels = {name: _channel(run, name, site, row, blocks, buckets) for name in norm_channels(run)}
-        sps = scores.get(site.name, np.full(site.num_blocks, np.nan))
-        for j in range(len(sps) if blocks else 1):
-            score = sps[j] if blocks else analysis.mean_over_steps(sps)
-            parts = {name: part[j] for name, part in channels.items()}
-            records.append(CellSummary(site.name, j if blocks else None, len(sps), float(score), parts))
-        tick(len(sites) + done + 1, 2 * len(sites))
+    num_steps, done = len(run.steps), len(sites)
+    for batch in batches(sites, lambda site: site.num_blocks * num_steps, BATCH_CELLS):
+        channels = {name: _channel(run, name, batch, row, blocks, buckets) for name in norm_channels(run)}
+        for i, site in enumerate(batch):
+            parts = {name: cells[i] for name, cells in channels.items()}
+            records += _records(site.name, scores.get(site.name), parts, blocks)
+        done += len(batch)
+        tick(done, 2 * len(sites))
     return records
+
+
+def _records(
+    name: str, sps: NDArray[np.float64] | None, channels: dict[str, list[ChannelSummary]], blocks: bool
+) -> list[CellSummary]:
+    count = len(next(iter(channels.values()), []))
+    scores = np.full(count, np.nan) if sps is None else sps if blocks else [float(analysis.mean_over_steps(sps))]
+    return [
+        CellSummary(name, j if blocks else None, float(scores[j]), {c: cells[j] for c, cells in channels.items()})
+        for j in range(count)
+    ]
 
 
 def _scores(
@@ -90,16 +101,19 @@ def _scores(
     return scores
 
 
-def _channel(run: Run, channel: str, site: SiteInfo, row: int, blocks: bool, buckets: int) -> list[ChannelSummary]:
-    values = run.get(channel, site.name, blocks=True)
-    dead = analysis.dead(values)
-    if not blocks:
-        values, dead = combine(values, "sumsq", axis=1)[:, None], np.array([dead.sum()])
-    drift = analysis.drift(values).ratio
-    gone = is_absent(values[row])
-    return [
-        ChannelSummary(
-            None if gone[j] else float(values[row, j]), float(drift[j]), history(values[:, j], buckets), int(dead[j])
-        )
-        for j in range(values.shape[1])
+def _channel(
+    run: Run, channel: str, sites: list[SiteInfo], row: int, blocks: bool, buckets: int
+) -> list[list[ChannelSummary]]:
+    """For each site a summary of the whole, or one per block; computed for all cells of the sites at once."""
+    read = [run.get(channel, site.name, blocks=True) for site in sites]
+    sizes = [values.shape[1] for values in read]
+    norms = np.concatenate(read if blocks else [combine(values, "sumsq", axis=1)[:, None] for values in read], axis=1)
+    dead = analysis.dead(np.concatenate(read, axis=1))
+    num_dead = dead.astype(int) if blocks else [part.sum() for part in np.split(dead, np.cumsum(sizes)[:-1])]
+    drift, past, gone = analysis.drift(norms).ratio, history(norms, buckets), is_absent(norms[row])
+    cells = [
+        ChannelSummary(None if gone[j] else float(norms[row, j]), float(drift[j]), past[:, j], int(num_dead[j]))
+        for j in range(norms.shape[1])
     ]
+    ends = np.cumsum(sizes if blocks else [1] * len(sites)).tolist()
+    return [cells[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -98,13 +98,13 @@ def _without_beginning(name: str, width: int) -> str:
 
 
 def history(norms: ArrayLike, buckets: int) -> NDArray[np.float64]:
-    """Norms [steps] as at most `buckets` mean log2 levels; a bucket that has none is ZERO, BAD or ABSENT.
+    """Norms [steps] or [steps, cells] as at most `buckets` mean log2 levels; one that has none is ZERO, BAD or ABSENT.
 
     A single NaN or infinity makes its bucket BAD: it must not disappear among its neighbours.
     """
     absent, norms = is_absent(norms), np.asarray(norms, np.float64)
     if not len(norms):
-        return np.zeros(0)
+        return np.zeros(norms.shape)
     starts = np.unique(np.arange(buckets) * len(norms) // buckets)
     level = np.isfinite(norms) & (norms > 0)
     logs = np.log2(np.where(level, norms, 1.0))

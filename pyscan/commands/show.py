@@ -106,9 +106,7 @@ def _extremes(cells: list[CellSummary], count: int | None) -> tuple[list[CellSum
 
 
 def _record(cell: CellSummary) -> dict[str, Any]:
-    record: dict[str, Any] = {"site": cell.site, "blocks": cell.num_blocks}
-    if cell.block is not None:
-        record = {"site": cell.site, "block": cell.block}
+    record: dict[str, Any] = {"site": cell.site} | ({} if cell.block is None else {"block": cell.block})
     for name, channel in cell.channels.items():
         record[name] = {"norm": channel.norm, "drift_log2": channel.drift, "dead_blocks": channel.num_dead}
         record[name]["history_log2"] = channel.history
