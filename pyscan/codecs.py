@@ -40,7 +40,8 @@ _LOG2Q8 = _decode_table()
 
 def is_absent(values: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """True where a value read from a scan means "not observed"."""
-    floats = np.asarray(values, dtype=np.float32)
+    with np.errstate(over="ignore"):
+        floats = np.asarray(values, dtype=np.float32)
     return np.asarray(floats.view(np.uint32) == ABSENT_BITS)
 
 

@@ -79,7 +79,7 @@ class FrameWriter:
     ) -> None:
         """Any frame; step and row default to the newest step and the number of the next row."""
         step = self.newest_step if first_step is None else first_step
-        row = self.next_row if first_row is None else first_row
+        row = min(self.next_row if first_row is None else first_row, 2**64 - 1)
         number = len(self.frames)
         self.frames.append(Frame(self.offset, kind, len(payload), step, row, rows, flags, number))
         self._put(

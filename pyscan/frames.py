@@ -111,7 +111,7 @@ class ScanFile:
         Its header is good and may even claim to end inside the file, but its successor does not stand where it ends and
         its last chunk holds other bytes.
         """
-        if isinstance(follower, Frame) and follower.frame_number == frame.frame_number + 1:
+        if isinstance(follower, Frame) and _follows(follower, frame):
             return None
         if frame.end == len(self.view) or not frame.payload_bytes:
             return None
@@ -121,7 +121,7 @@ class ScanFile:
         if inside == frame.end:
             return None
         self._chunks.pop(frame.offset, None)
-        self.damage.pop(frame.offset, None)
+        self.damage = {at: reason for at, reason in self.damage.items() if not frame.offset <= at < frame.end}
         return inside
 
     def _read_index(self) -> list[Frame] | None:
@@ -137,9 +137,9 @@ class ScanFile:
             return None
         if self.bad_chunks(index, 0, index.payload_bytes):
             return None
-        return self._frames_of_index(index)
+        return self.frames_of_index(index)
 
-    def _frames_of_index(self, index: Frame) -> list[Frame] | None:
+    def frames_of_index(self, index: Frame) -> list[Frame] | None:
         count = (index.payload_bytes - 16) // fmt.INDEX_DTYPE.itemsize
         entries = np.frombuffer(self.view, fmt.INDEX_DTYPE, count, index.payload_offset)
         frames, end = [], fmt.HEADER_BYTES
@@ -213,6 +213,11 @@ class ScanFile:
             if progress:
                 progress(frame.end, len(self.view))
         yield from self.all_damage()
+
+
+def _follows(follower: Frame, frame: Frame) -> bool:
+    rows = frame.rows if frame.kind == fmt.KIND_STEPS else 0
+    return follower.frame_number == frame.frame_number + 1 and follower.first_row == frame.first_row + rows
 
 
 def map_file(fileno: int) -> Buffer:

@@ -34,26 +34,19 @@ class Journal:
         return [event for _, event in self.events_in_force(timeline)]
 
     def events_in_force(self, timeline: Timeline) -> list[tuple[Frame, Event]]:
-        resumes = self._resumes()
         return [
             (frame, event)
             for frame in self._frames(fmt.KIND_EVENTS)
-            for line, event in enumerate(self._events_in(frame))
-            if not timeline.is_voided(
-                event["step"], frame.first_row, before_resume=(frame.offset, line) < resumes.get(frame.first_row, _LAST)
-            )
+            for event in self.events_in(frame)
+            if not timeline.is_voided(event["step"], frame.first_row)
         ]
 
     def tokens_in_force(self, timeline: Timeline) -> list[tuple[Frame, int]]:
         """Tokens frames with their steps."""
-        resumes = self._resumes()
-        found = []
-        for frame in self._frames(fmt.KIND_TOKENS):
-            step = self._step_of(frame)
-            before = (frame.offset, 0) < resumes.get(frame.first_row, _LAST)
-            if step is not None and not timeline.is_voided(step, frame.first_row, before_resume=before):
-                found.append((frame, step))
-        return found
+        found = [(frame, self._step_of(frame)) for frame in self._frames(fmt.KIND_TOKENS)]
+        return [
+            (frame, step) for frame, step in found if step is not None and not timeline.is_voided(step, frame.first_row)
+        ]
 
     def token_steps(self, timeline: Timeline) -> list[int]:
         return sorted({step for _, step in self.tokens_in_force(timeline)})
@@ -72,19 +65,10 @@ class Journal:
             raise ScanFormatError(f"the tokens frame at offset {frame.offset} is damaged")
         return payloads.decode_tokens(payload, len(layout.schema.sites) if layout is not None else 0)
 
-    def _resumes(self) -> dict[int, tuple[int, int]]:
-        """Where the last resume event before a row stands: what precedes it belongs to the timeline it ended."""
-        return {
-            frame.first_row: (frame.offset, line)
-            for frame in self._frames(fmt.KIND_EVENTS)
-            for line, event in enumerate(self._events_in(frame))
-            if event["kind"] == "resume"
-        }
-
     def _frames(self, kind: int) -> list[Frame]:
         return [frame for frame in self._file.frames if frame.kind == kind]
 
-    def _events_in(self, frame: Frame) -> list[Event]:
+    def events_in(self, frame: Frame) -> list[Event]:
         if frame.offset not in self._parsed:
             payload = self._file.payload(frame)
             events, reasons = payloads.decode_events(payload) if payload is not None else ([], [])
@@ -113,9 +97,6 @@ class Journal:
         if self._file.bad_chunks(frame, 0, stop):
             return b""
         return bytes(self._file.view[frame.payload_offset : frame.payload_offset + stop])
-
-
-_LAST = (2**64, 0)
 
 
 def by_site(tokens: Tokens, sites: tuple[SiteInfo, ...]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class RankedRun(Run):
         return tuple(c for dim, c in zip(mesh.dims, mesh.coords, strict=True) if dim not in rule.over)
 
     def _mesh(self, rank: int) -> Mesh | None:
-        """Where a rank stands in the mesh; for one without a file, from the shape the others give, in row-major order."""
+        """Where a rank stands in the mesh; for one without a file, by its number, row-major."""
         if rank in self.ranks:
             return self.ranks[rank].schema.mesh
         mesh = self._reference.schema.mesh

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from pyscan.schema import Channel, SiteInfo
 
 # cells decoded at once where a result is smaller than what it is made of
 _WINDOW_CELLS = 1 << 22
+
+
+_Self = TypeVar("_Self", bound="Run")
 
 
 class Run(ABC):
@@ -176,7 +179,7 @@ class Run(ABC):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __enter__(self) -> Run:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(

@@ -43,18 +43,18 @@ class Segment(NamedTuple):
 class Timeline:
     segments: list[Segment]
     rows: Array  # as stored
+    numbers: Array  # of these rows, counted over the whole file
     steps: Array  # as users see them
     # row numbers of the first rows after a resume, ascending, and the lowest step resumed at from each of them on
     resumed_at: list[int]
     resumed_step: list[int]
 
-    def is_voided(self, step: int, next_row: int, *, before_resume: bool) -> bool:
+    def is_voided(self, step: int, next_row: int) -> bool:
         """Whether an event or tokens frame of `step`, written when `next_row` was to come, is of an abandoned timeline.
 
-        `before_resume` decides for what was written between the last row and the resumed one: on which side it stands.
+        A writer that resumes writes neither before its first row, so what has the number of that row is older.
         """
-        find = bisect_left if before_resume else bisect_right
-        place = find(self.resumed_at, next_row)
+        place = bisect_left(self.resumed_at, next_row)
         return place < len(self.resumed_at) and step >= self.resumed_step[place]
 
     def overlapping(self, start: int, stop: int) -> list[Segment]:
@@ -76,7 +76,8 @@ def arrange(parts: list[Part]) -> Timeline:
             places = slice(part.skip, None) if whole else np.flatnonzero(kept) + part.skip
             segments.append(Segment(part, start, stop, places))
         first, start = first + len(table), stop
-    return Timeline(segments, rows[keep], known_steps(rows[keep]), *_resumes(parts, rows))
+    numbers = _row_numbers(parts)
+    return Timeline(segments, rows[keep], numbers[keep], known_steps(rows[keep]), *_resumes(numbers, rows))
 
 
 def known_steps(rows: Array) -> Array:
@@ -96,12 +97,16 @@ def _in_force(rows: Array) -> Array:
     return np.asarray((rows["step"] < later) | (later == _NEVER))
 
 
-def _resumes(parts: list[Part], rows: Array) -> tuple[list[int], list[int]]:
-    places = np.flatnonzero(rows["flags"] & ROW_RESUMED).tolist()
-    if not places:
-        return [], []
-    numbers = [part.frame.first_row + row for part in parts for row in range(part.skip, len(part.table))]
-    resumes = sorted((numbers[place], int(rows["step"][place])) for place in places)
+def _row_numbers(parts: list[Part]) -> Array:
+    numbers = [
+        np.arange(part.skip, len(part.table), dtype=np.uint64) + np.uint64(part.frame.first_row) for part in parts
+    ]
+    return np.concatenate(numbers) if numbers else np.zeros(0, np.uint64)
+
+
+def _resumes(numbers: Array, rows: Array) -> tuple[list[int], list[int]]:
+    places = np.flatnonzero(rows["flags"] & ROW_RESUMED)
+    resumes = sorted(zip(numbers[places].tolist(), rows["step"][places].tolist(), strict=True))
     steps = [step for _, step in resumes]
     for i in range(len(steps) - 2, -1, -1):
         steps[i] = min(steps[i], steps[i + 1])
@@ -116,7 +121,7 @@ def gather(
     out = np.empty((cells[1] - cells[0], stop - start), dtype)
     lost: Array | None = None
     for segment in segments:
-        stored, bad = _cells_of_frame(segment.part, channel, cells)
+        stored, bad = cells_of_frame(segment.part, channel, cells)
         low, high = max(segment.start, start), min(segment.stop, stop)
         rows = slice(low - segment.start, high - segment.start)
         place = slice(low - start, high - start)
@@ -127,7 +132,7 @@ def gather(
     return out, lost
 
 
-def _cells_of_frame(part: Part, channel: int, cells: tuple[int, int]) -> tuple[Array, Array | None]:
+def cells_of_frame(part: Part, channel: int, cells: tuple[int, int]) -> tuple[Array, Array | None]:
     """One frame's share of the above, all its rows, as a view of the file."""
     frame, layout = part.frame, part.layout
     dtype = DTYPES[layout.schema.channels[channel].codec]

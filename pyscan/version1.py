@@ -88,7 +88,8 @@ class Version1Run(Run):
                 first = int(np.argmin(good))
                 place = start + first * RECORD_DTYPE.itemsize
                 self._damage.append((place, f"{int((~good).sum())} {reason}, left out"))
-        return records[(records["token_idx"] < self.num_tokens) & named[records["param_id"]]]
+        usable: Array = records[(records["token_idx"] < self.num_tokens) & named[records["param_id"]]]
+        return usable
 
     def _sorted(self, records: Array) -> Array:
         """By parameter, in the order written inside each, so that one site is one slice."""

@@ -24,6 +24,8 @@ from pyscan.schema import Channel, Layout, Schema, SiteInfo
 from pyscan.source import Source
 from pyscan.timeline import Part, Timeline, arrange, gather
 
+_BYTES = np.dtype((np.void, fmt.ROW_DTYPE.itemsize))
+
 
 class FileRun(Run):
     """One version 2 file, with its tail while it is still being written."""
@@ -39,9 +41,9 @@ class FileRun(Run):
         except BaseException:
             source.close()
             raise
-        self._governing: list[Layout | None] = []
+        self.governing: list[Layout | None] = []
         self._tables: dict[int, Array | None] = {}
-        self._journal = Journal(self.file)
+        self.journal = Journal(self.file)
         self._notes: dict[int, str] = {}
         self._take(tail, 0)
 
@@ -50,16 +52,16 @@ class FileRun(Run):
         return len(self.file.view)
 
     def refresh(self) -> int:
-        before = self.steps
+        before = self.timeline.rows
         tail, main = self._source.load()
         if len(main) < self._num_bytes:
             raise ScanFormatError(f"{self.path} shrank from {self._num_bytes} to {len(main)} bytes; open it anew")
-        kept = self.file.grow(main)
+        kept = self.file.grow(main) if len(main) > self._num_bytes else len(self.file.frames)
         for frame in self.file.frames[kept:]:
             self._tables.pop(frame.offset, None)
-            self._journal.forget(frame)
+            self.journal.forget(frame)
         self._take(tail, kept)
-        return len(self.steps) - _num_equal(before, self.steps)
+        return len(self.steps) - _num_equal(before, self.timeline.rows)
 
     def close(self) -> None:
         self.file.close()
@@ -68,21 +70,21 @@ class FileRun(Run):
     def _take(self, tail: bytes, first_frame: int) -> None:
         """Find the schema of every frame from `first_frame` on and forget what follows from the frames."""
         self._notes.clear()
-        del self._governing[first_frame:]
-        layout = self._governing[-1] if self._governing else None
+        del self.governing[first_frame:]
+        layout = self.governing[-1] if self.governing else None
         for frame in self.file.frames[first_frame:]:
             if frame.kind == fmt.KIND_SCHEMA:
                 layout = self._read_schema(frame)
-            self._governing.append(layout)
-        if not any(self._governing):
+            self.governing.append(layout)
+        if not any(self.governing):
             raise ScanFormatError("the file has no schema yet, or its schema is damaged")
-        self._tail = self._open_tail(tail)
+        self.tail = self._open_tail(tail)
         self._describe()
         self._timeline: Timeline | None = None
 
     def _read_schema(self, frame: Frame) -> Layout | None:
         payload = self.file.payload(frame)
-        first = not self._governing
+        first = not self.governing
         if payload is None:
             if first:
                 raise ScanFormatError("the first schema of the file is damaged")
@@ -96,14 +98,20 @@ class FileRun(Run):
             return None
 
     def _open_tail(self, tail: bytes) -> ScanFile | None:
+        """The tail, unless it is of another run or (being created or cut back at this moment) has no whole header."""
+        self.tail_error = ""
         try:
             file = ScanFile(tail) if tail else None
-        except ScanFormatError:
-            return None  # being created or cut back at this moment; its rows are in the main file
-        return file if file is not None and file.header.run_id == self.file.header.run_id else None
+        except ScanFormatError as error:
+            self.tail_error = str(error)
+            return None
+        if file is not None and file.header.run_id != self.file.header.run_id:
+            self.tail_error = "it belongs to another run"
+            return None
+        return file
 
     def _describe(self) -> None:
-        layouts = list(dict.fromkeys(layout for layout in self._governing if layout is not None))
+        layouts = list(dict.fromkeys(layout for layout in self.governing if layout is not None))
         schema = layouts[-1].schema
         self.layouts = layouts
         self.schema = schema
@@ -117,15 +125,15 @@ class FileRun(Run):
     def timeline(self) -> Timeline:
         """Rows in force, found at first use."""
         if self._timeline is None:
-            self._timeline = arrange([*self._main_parts(), *self._tail_parts()])
+            self._timeline = arrange([*self.main_parts(), *self.tail_parts()])
         return self._timeline
 
     @property
     def steps(self) -> Array:
         return self.timeline.steps
 
-    def _main_parts(self) -> Iterator[Part]:
-        for frame, layout in zip(self.file.frames, self._governing, strict=True):
+    def main_parts(self) -> Iterator[Part]:
+        for frame, layout in zip(self.file.frames, self.governing, strict=True):
             if frame.kind != fmt.KIND_STEPS:
                 continue
             if frame.offset not in self._tables:
@@ -134,19 +142,19 @@ class FileRun(Run):
             if table is not None and layout is not None:
                 yield Part(self.file, frame, layout, table)
 
-    def _tail_parts(self) -> Iterator[Part]:
+    def tail_parts(self) -> Iterator[Part]:
         """The rows of the tail whose numbers are not in the main file yet."""
-        if self._tail is None or self._governing[-1] is None:
+        if self.tail is None or self.governing[-1] is None:
             return
         steps = [frame for frame in self.file.frames if frame.kind == fmt.KIND_STEPS]
         next_row = max((frame.first_row + frame.rows for frame in steps), default=0)
-        for frame in self._tail.frames:
+        for frame in self.tail.frames:
             skip = max(next_row - frame.first_row, 0)
             if frame.kind != fmt.KIND_STEPS or skip >= frame.rows:
                 continue
-            table = self._read_table(self._tail, frame, self._governing[-1])
+            table = self._read_table(self.tail, frame, self.governing[-1])
             if table is not None:
-                yield Part(self._tail, frame, self._governing[-1], table, skip)
+                yield Part(self.tail, frame, self.governing[-1], table, skip)
                 next_row = frame.first_row + frame.rows
 
     def _read_table(self, file: ScanFile, frame: Frame, layout: Layout | None) -> Array | None:
@@ -201,24 +209,24 @@ class FileRun(Run):
 
     @property
     def events(self) -> list[Event]:
-        return self._journal.events(self.timeline)
+        return self.journal.events(self.timeline)
 
     def tokens(self, step: int) -> dict[str, Any]:
-        return self._journal.tokens(step, self.timeline, self._governing)
+        return self.journal.tokens(step, self.timeline, self.governing)
 
     def token_steps(self) -> list[int]:
         """The steps that `tokens` has rows for."""
-        return self._journal.token_steps(self.timeline)
+        return self.journal.token_steps(self.timeline)
 
     @property
     def damage(self) -> list[tuple[int, str]]:
-        found = dict(self.file.all_damage()) | self._journal.notes | self._notes
-        tail = self._tail.all_damage() if self._tail is not None else []
+        found = dict(self.file.all_damage()) | self.journal.notes | self._notes
+        tail = self.tail.all_damage() if self.tail is not None else []
         return [*sorted(found.items()), *((offset, f"tail file: {reason}") for offset, reason in tail)]
 
 
 def _num_equal(before: Array, now: Array) -> int:
     """How many rows at the beginning are the same."""
     count = min(len(before), len(now))
-    same = (before["step"][:count] == now["step"][:count]) & (before["time_ns"][:count] == now["time_ns"][:count])
+    same = before[:count].view(_BYTES) == now[:count].view(_BYTES)
     return count if same.all() else int(np.argmin(same))
