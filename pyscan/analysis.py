@@ -1,7 +1,7 @@
 """What the norms of a run say: SPS, extreme cells, drift, dead blocks, the difference of two runs.
 
 Receives plain numpy arrays whose last axis is cells and whose first, where there is one, is steps; hands back arrays of
-the same cells. Only `iter_sps` and `run_sps` know what a run is: they feed these functions one site at a time.
+the same cells. Only `iter_sps`, `run_sps` and `compare_runs` know what a run is: they read it in bounded pieces.
 """
 
 from __future__ import annotations
@@ -16,10 +16,33 @@ from numpy.typing import ArrayLike, NDArray
 
 from pyscan.batching import BATCH_CELLS, batches
 from pyscan.codecs import CODE_ABSENT, CODE_INFINITY, CODE_NAN, CODE_ZERO, is_absent
+from pyscan.compare import common_steps, compare_runs, difference
+from pyscan.names import match_names
 
 if TYPE_CHECKING:
     from pyscan.run import Run
     from pyscan.schema import SiteInfo
+
+__all__ = [
+    "Drift",
+    "Extremes",
+    "Spread",
+    "block_widths",
+    "common_steps",
+    "compare_runs",
+    "dead",
+    "difference",
+    "drift",
+    "extremes",
+    "features_of",
+    "iter_sps",
+    "layer_of",
+    "levels",
+    "match_names",
+    "mean_over_steps",
+    "run_sps",
+    "sps",
+]
 
 Floats = NDArray[np.float64]
 Scope = Literal["layer", "global"]
@@ -198,14 +221,6 @@ def dead(norms: ArrayLike, share: float = 1.0) -> NDArray[np.bool_]:
     if not len(quiet):
         return np.zeros(quiet.shape[1:], bool)
     return np.asarray(quiet.sum(axis=0) >= share * len(quiet))
-
-
-def difference(a: ArrayLike, b: ArrayLike) -> Floats:
-    """log2(b / a), element by element: 0 where both are equal (both 0, too), infinite where only one is 0, NaN where
-    either is NaN or absent."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(a == b, 0.0, np.log2(b) - np.log2(a))
 
 
 def features_of(site: SiteInfo) -> int:

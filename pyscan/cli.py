@@ -19,7 +19,6 @@ import pyscan
 from pyscan.commands import VERBS, UserError, Verb
 from pyscan.errors import ScanError
 from pyscan.extras import MissingExtraError
-from pyscan.text import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +89,8 @@ def _check_verb(arguments: list[str]) -> None:
 
 def _one_line(error: BaseException) -> str:
     """The message on one line, without control characters; an OSError as `file: reason`."""
+    from pyscan.text import printable
+
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename}: {error.strerror}"

@@ -10,15 +10,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from pyscan import analysis
 from pyscan.codecs import combine
+from pyscan.names import match_names
 
 if TYPE_CHECKING:
     from pyscan.run import Run
 
 Tick = Callable[[int, int], None]
+
+
+def difference(a: ArrayLike, b: ArrayLike) -> NDArray[np.float64]:
+    """log2(b / a), element by element: 0 where both are equal (both 0, too), infinite where only one is 0, NaN where
+    either is NaN or absent."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(a == b, 0.0, np.log2(b) - np.log2(a))
 
 
 @dataclass(frozen=True)
@@ -57,18 +65,19 @@ def common_steps(a: Run, b: Run) -> CommonSteps:
     return CommonSteps(steps, rows_a, rows_b)
 
 
-def compare(
+def compare_runs(
     a: Run,
     b: Run,
-    pairs: Sequence[tuple[str, str]],
-    common: CommonSteps,
     *,
+    pairs: Sequence[tuple[str, str]] | None = None,
     channels: Sequence[str] = ("act", "grad"),
     tolerance: float = 0.0,
     tick: Tick = lambda done, total: None,
 ) -> list[SiteDiff]:
-    """A record per pair of sites, in their order."""
-    found = []
+    """A record per pair of sites over the steps that both runs have; without `pairs`, of all sites that names pair."""
+    if pairs is None:
+        pairs = match_names([site.name for site in a.sites], [site.name for site in b.sites]).pairs
+    common, found = common_steps(a, b), []
     for done, (name_a, name_b) in enumerate(pairs):
         parts = {}
         for channel in channels:
@@ -85,12 +94,12 @@ def _compare_values(a: NDArray[Any], b: NDArray[Any], steps: NDArray[Any], toler
     same_blocks = a.shape == b.shape
     if not same_blocks:
         a, b = whole_a, whole_b
-    apart = analysis.difference(a, b)
+    apart = difference(a, b)
     one_unknown = np.isnan(a) != np.isnan(b)
     differs = ((np.abs(apart) > tolerance) | one_unknown).any(axis=1)
     known = np.abs(apart[~np.isnan(apart)])
     return ChannelDiff(
-        mean=float(_mean(analysis.difference(whole_a, whole_b))[0]),
+        mean=float(_mean(difference(whole_a, whole_b))[0]),
         blocks=_mean(apart) if same_blocks else np.zeros(0),
         largest=float(known.max()) if known.size else float("nan"),
         first_step=int(steps[np.argmax(differs)]) if differs.any() else None,

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyscan.extras import need
 from pyscan.text import ASCII_BARS, BARS, fit, printable
@@ -18,7 +18,6 @@ from pyscan.text import ASCII_BARS, BARS, fit, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-T = TypeVar("T")
 Tick = Callable[[int, int], None]  # (done, total), in any unit
 
 # Wide enough that rich never wraps or cuts a line that goes to a pipe.
@@ -131,14 +130,6 @@ def progress(label: str) -> Iterator[Tick]:
     finally:
         if bar:
             bar.stop()
-
-
-def track(items: Sequence[T], label: str) -> Iterator[T]:
-    """The items one by one, with a progress bar."""
-    with progress(label) as tick:
-        for done, item in enumerate(items):
-            yield item
-            tick(done + 1, len(items))
 
 
 def _no_tick(done: int, total: int) -> None:

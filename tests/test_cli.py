@@ -98,6 +98,15 @@ def test_every_verb_has_help_with_an_example_that_fits_a_terminal(run_cli, verb)
     assert max(map(len, description.splitlines())) <= 80
 
 
+def test_the_program_needs_neither_torch_nor_pandas(scan):
+    unwanted = "sorted({'torch', 'pandas', 'pyarrow'} & set(sys.modules))"
+    code = f"import sys; from pyscan.cli import main; main(sys.argv[1:]); print({unwanted})"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for verb in ("info", "show", "check"):
+        done = subprocess.run([sys.executable, "-c", code, verb, scan], capture_output=True, text=True, env=env)
+        assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_without_a_verb_the_help_goes_to_stderr(run_cli):
     status, out, err = run_cli()
     assert (status, out) == (2, "")
@@ -269,13 +278,23 @@ def test_progress_shows_on_a_terminal_when_work_lasts(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(tables, "_BAR_AFTER_SECONDS", -1)
-    assert list(tables.track([1, 2, 3], "Reading sites")) == [1, 2, 3]
-    assert "Reading sites" in screen.getvalue()
+    with tables.progress("Reading sites") as tick:
+        tick(1, 3)
+        assert "Reading sites" in screen.getvalue()
+
+
+def test_progress_waits_until_work_lasts(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := io.StringIO())
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    with tables.progress("Reading sites") as tick:
+        tick(1, 3)
+    assert screen.getvalue() == ""
 
 
 def test_progress_is_silent_on_a_pipe(capsys, monkeypatch):
     monkeypatch.setattr(tables, "_BAR_AFTER_SECONDS", -1)
-    assert list(tables.track([1, 2, 3], "Reading sites")) == [1, 2, 3]
+    with tables.progress("Reading sites") as tick:
+        tick(1, 3)
     assert capsys.readouterr() == ("", "")
 
 
@@ -288,7 +307,7 @@ def test_info_says_what_is_in_the_file(run_cli, scan):
     assert facts["bytes_per_value"] == pytest.approx(facts["bytes"] / (24 * 70))
     assert facts["sites"] == {"count": 4, "kinds": {"linear": 4}}
     assert [channel["name"] for channel in facts["channels"]] == ["act", "grad", "act_max", "grad_bad"]
-    assert facts["events"] == {"nonfinite": 1}
+    assert facts["events"] == {"nonfinite": {"count": 1, "first_step": 3, "first_site": None}}
     assert facts["damage"] == []
     steps = facts["steps"]
     assert (steps["rows"], steps["first"], steps["last"], steps["tokens"]) == (70, 1, 70, 70 * 340)
@@ -397,7 +416,19 @@ def test_show_marks_dead_and_sick_blocks(run_cli, scan):
 def test_show_of_a_run_without_steps(run_cli, tmp_path):
     path = Builder().save(tmp_path / "empty.mscan")
     assert run_cli("show", path) == (0, f"{path}: 2 sites, no steps yet\n", "")
-    assert run_json(run_cli, "show", path) == {"step": None, "sites": []}
+    assert run_json(run_cli, "show", path) == {"step": None, "sites": [], "damage": []}
+
+
+def test_show_says_that_damaged_cells_are_left_out(run_cli, scan):
+    with pyscan.open(scan) as run:
+        frame = next(frame for frame in run.file.frames if frame.kind == 2)
+    data = bytearray(Path(scan).read_bytes())
+    data[frame.end - 70] ^= 1
+    Path(scan).write_bytes(data)
+    status, out, _ = run_cli("show", scan)
+    assert status == 0
+    assert "1 damaged place: the cells there count as not observed; see pyscan check" in out
+    assert len(run_json(run_cli, "show", scan)["damage"]) == 1
 
 
 def test_show_of_a_run_with_one_channel_has_no_sps(run_cli, tmp_path):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyscan
 from pyscan.errors import ScanFormatError
-from pyscan.format import MAGIC
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -70,6 +69,8 @@ def open_run(path: Path) -> Run:
 
 def require_scan(path: Path) -> None:
     """Pass if the path is a scan, whole or damaged, or stands for the files of ranks."""
+    from pyscan.format import MAGIC
+
     if not path.is_file():
         open_run(path).close()
         return

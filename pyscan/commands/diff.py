@@ -50,8 +50,8 @@ class Diff(Verb):
             _check(a, b, matches, common)
             channels = [name for name in norm_channels(a) if name in norm_channels(b)]
             with tables.progress("Comparing") as tick:
-                found = compare.compare(
-                    a, b, matches.pairs, common, channels=channels, tolerance=args.tolerance, tick=tick
+                found = compare.compare_runs(
+                    a, b, pairs=matches.pairs, channels=channels, tolerance=args.tolerance, tick=tick
                 )
         only_b = matches.only_b if args.site is None else []
         if args.top is not None:

@@ -60,7 +60,7 @@ def describe(run: Run, path: Path) -> dict[str, Any]:
         "cells_per_step": cells,
         "channels": [vars(channel) for channel in run.channels],
         "ranks": {"world": run.world, "missing": run.missing_ranks},
-        "events": dict(Counter(event["kind"] for event in run.events).most_common()),
+        "events": _events(run),
         "damage": [{"offset": offset, "reason": reason} for offset, reason in run.damage],
         "versions": dict(run.versions),
         "metadata": run.metadata,
@@ -71,6 +71,15 @@ def scan_files(path: Path) -> list[Path]:
     """The files behind a name: the file and its tail, or those of all ranks."""
     mains = [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}.rank[0-9]*{path.suffix}"))
     return [file for main in mains for file in (main, Path(f"{main}.tail")) if file.exists()]
+
+
+def _events(run: Run) -> dict[str, Any]:
+    """Of each kind of event: how many there are, and when and where the first one happened."""
+    found: dict[str, Any] = {}
+    for event in run.events:
+        first = {"count": 0, "first_step": event["step"], "first_site": event["site"]}
+        found.setdefault(event["kind"], first)["count"] += 1
+    return found
 
 
 def _steps(run: Run) -> dict[str, Any]:
@@ -111,7 +120,7 @@ def _print(facts: dict[str, Any]) -> None:
         ("sites", _site_line(facts), ""),
         ("channels", _channel_line(facts), ""),
         _rank_line(facts["ranks"]),
-        ("events", _counts(facts["events"]) or "none", "yellow" if facts["events"] else ""),
+        ("events", _event_line(facts["events"]), "yellow" if facts["events"] else ""),
         _damage_line(facts["damage"]),
     ]
     version = "1.1" if facts["version"] == 1 else facts["version"]
@@ -179,6 +188,15 @@ def _rank_line(ranks: dict[str, Any]) -> tuple[str, str, str] | None:
         missing = ", ".join(map(str, ranks["missing"]))
         return ("ranks", f"{ranks['world']}, of which missing: {missing}", "red")
     return ("ranks", str(ranks["world"]), "") if ranks["world"] > 1 else None
+
+
+def _event_line(events: dict[str, Any]) -> str:
+    told = []
+    for kind, event in events.items():
+        where = f" in {event['first_site']}" if event["first_site"] else ""
+        first = "first " if event["count"] > 1 else ""
+        told.append(f"{event['count']:,} {kind} ({first}at step {event['first_step']:,}{where})")
+    return ", ".join(told) or "none"
 
 
 def _damage_line(damage: list[dict[str, Any]]) -> tuple[str, str, str]:

@@ -64,7 +64,8 @@ class Show(Verb):
             step = None if row is None else int(run.steps["step"][row])
             top, bottom = _extremes(cells, args.top)
             if args.json:
-                print_json({"step": step, "sites": [_record(cell) for cell in [*top, *bottom]]})
+                damage = [{"offset": offset, "reason": reason} for offset, reason in run.damage]
+                print_json({"step": step, "sites": [_record(cell) for cell in [*top, *bottom]], "damage": damage})
             else:
                 _print(run, args, step, top, bottom, cells)
         return 0
@@ -135,6 +136,9 @@ def _print(
     tables.print_line(f"{some} · norms at step {step:,} · SPS within the {_scope(args.scope)} {over}", "dim")
     if any(channel.codec == "u16" for channel in run.channels):
         tables.print_line("values are uint16 codes of version 1.1, without a unit", "dim")
+    if run.damage:
+        places = text.plural(len(run.damage), "damaged place")
+        tables.print_line(f"{places}: the cells there count as not observed; see pyscan check", "red")
     for line, style in _remarks(cells):
         tables.print_line(line, style)
 
