@@ -35,14 +35,10 @@ class Column(NamedTuple):
 
 def console() -> Console:
     """stdout as rich sees it; a pipe gets no colour and all the width it needs, unless COLUMNS says otherwise."""
-    rich_console = need("rich.console", "cli")
-
-    class PipeConsole(rich_console.Console):  # type: ignore[misc, name-defined]
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
     is_pipe = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    made: Console = PipeConsole(width=_PIPE_WIDTH if is_pipe else None, highlight=False, markup=False, emoji=False)
+    made: Console = need("rich.console", "cli").Console(
+        width=_PIPE_WIDTH if is_pipe else None, highlight=False, markup=False, emoji=False
+    )
     return made
 
 
@@ -71,13 +67,13 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], sectio
     print()
 
 
-def _print(screen: Console, thing: Any) -> None:
-    """Print; what goes to a pipe has no spaces at the end of its lines."""
+def _print(screen: Console, thing: Any, soft_wrap: bool = False) -> None:
+    """Print; what goes to a pipe is written here, because rich would answer a broken pipe by leaving the program."""
     if screen.is_terminal:
-        screen.print(thing)
+        screen.print(thing, soft_wrap=soft_wrap)
         return
     with screen.capture() as capture:
-        screen.print(thing)
+        screen.print(thing, soft_wrap=soft_wrap)
     sys.stdout.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
 
 
@@ -109,7 +105,7 @@ def print_facts(title: str, facts: Sequence[tuple[str, str, str]]) -> None:
 
 def print_line(line: str, style: str = "") -> None:
     """One line of text, wrapped by the terminal alone."""
-    console().print(need("rich.text", "cli").Text(printable(line), style=style), soft_wrap=True)
+    _print(console(), need("rich.text", "cli").Text(printable(line), style=style), soft_wrap=True)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import pytest
 from make_scan import Builder, make_cells, make_rows, make_schema, site
 
 import pyscan
-from pyscan import cli, codecs, tables
+from pyscan import analysis, cli, codecs, tables
 from pyscan.commands import VERBS
 from pyscan.commands.show import Show
 from pyscan.schema import Mesh
@@ -389,6 +389,19 @@ def test_show_step_takes_norms_of_that_step(run_cli, scan):
     found = run_json(run_cli, "show", scan, "--step", 64, "--blocks")
     assert found["step"] == 64
     assert found["sites"][0]["act"]["norm"] == pytest.approx(2, rel=0.0014)
+
+
+def test_show_step_scores_that_step_alone(run_cli, tmp_path):
+    sites = tuple(site(f"l.0.{name}", 3) for name in "abc")
+    path = Builder(make_schema(sites=sites)).steps(range(1, 11)).save(tmp_path / "run.mscan")
+    with pyscan.open(path) as run:
+        act, grad = (np.hstack([run.get(c, s.name, blocks=True) for s in sites]) for c in ("act", "grad"))
+    expected = analysis.sps(act, grad, [64] * 9, ["l.0"] * 9)
+    found = run_json(run_cli, "show", path, "--blocks", "--step", 4)["sites"]
+    assert [record["sps"] for record in found] == pytest.approx(expected[3].tolist(), abs=1e-5)
+    found = run_json(run_cli, "show", path, "--blocks")["sites"]
+    assert [record["sps"] for record in found] == pytest.approx(expected.mean(axis=0).tolist(), abs=1e-5)
+    assert not np.allclose(expected[3], expected.mean(axis=0), atol=0.1)
 
 
 def test_show_top_orders_by_sps_and_shows_no_line_twice(run_cli, scan):
