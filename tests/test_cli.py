@@ -393,11 +393,11 @@ def test_show_step_takes_norms_of_that_step(run_cli, scan):
 
 def test_show_step_scores_that_step_alone(run_cli, tmp_path):
     sites = tuple(site(f"l.0.{name}", 3) for name in "abc")
-    path = Builder(make_schema(sites=sites)).steps(range(1, 11)).save(tmp_path / "run.mscan")
+    path = Builder(make_schema(sites=sites)).steps(range(305, 330)).save(tmp_path / "run.mscan")
     with pyscan.open(path) as run:
         act, grad = (np.hstack([run.get(c, s.name, blocks=True) for s in sites]) for c in ("act", "grad"))
     expected = analysis.sps(act, grad, [64] * 9, ["l.0"] * 9)
-    found = run_json(run_cli, "show", path, "--blocks", "--step", 4)["sites"]
+    found = run_json(run_cli, "show", path, "--blocks", "--step", 308)["sites"]
     assert [record["sps"] for record in found] == pytest.approx(expected[3].tolist(), abs=1e-5)
     found = run_json(run_cli, "show", path, "--blocks")["sites"]
     assert [record["sps"] for record in found] == pytest.approx(expected.mean(axis=0).tolist(), abs=1e-5)
