@@ -106,11 +106,12 @@ class Frame(NamedTuple):
 
     @property
     def payload_offset(self) -> int:
-        return self.offset + FRAME_HEADER_BYTES + pad64(4 * self.num_chunks)
+        chunks = (self.payload_bytes + 4095) >> 12
+        return self.offset + FRAME_HEADER_BYTES + (4 * chunks + 63 & ~63)
 
     @property
     def end(self) -> int:
-        return self.payload_offset + pad64(self.payload_bytes)
+        return self.payload_offset + (self.payload_bytes + 63 & ~63)
 
 
 def pad64(num_bytes: int) -> int:

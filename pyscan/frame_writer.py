@@ -97,7 +97,9 @@ class FrameWriter:
 
 
 def steps_payload(rows: Array, sections: Sequence[Array], *, row_major: bool = False) -> bytes:
-    parts = [padded(rows.astype(fmt.ROW_DTYPE).tobytes())]
+    table = rows.astype(fmt.ROW_DTYPE)
+    table["reserved"] = 0
+    parts = [padded(table.tobytes())]
     parts += [padded((cells.T if row_major else cells).tobytes()) for cells in sections]
     return b"".join(parts)
 

@@ -32,6 +32,7 @@ class ScanFile:
         self.header = fmt.decode_header(self.view)
         self.damage: dict[int, str] = {}
         self._chunks: dict[int, bytearray] = {}
+        self.has_index = False
         indexed = self._read_index()
         self.frames = indexed if indexed is not None else []
         self.has_index = indexed is not None
@@ -55,19 +56,16 @@ class ScanFile:
     def grow(self, buffer: Buffer) -> int:
         """Take a longer buffer of the same file; returns the number of frames that stay as they were.
 
-        The last frame is looked at again: it may be a torn one that a resumed writer has appended behind.
+        The last frame and what follows it are looked at anew: it may be a torn one that a resumed writer has appended
+        behind, and what follows may have been half written.
         """
         self.close()
         self._take(buffer)
-        # What was bad may have been half written: such frames are looked at anew.
-        self._chunks = {offset: states for offset, states in self._chunks.items() if _BAD not in states}
-        self.damage.clear()
-        last = self.frames.pop() if self.frames else None
+        start = self.frames.pop().offset if self.frames else fmt.HEADER_BYTES
         kept = len(self.frames)
-        if last is not None:
-            self._chunks.pop(last.offset, None)
-        start = last.offset if last is not None else fmt.HEADER_BYTES
-        self._gaps = {offset: reason for offset, reason in self._gaps.items() if offset < start}
+        self.damage = {at: reason for at, reason in self.damage.items() if at < start}
+        self._gaps = {at: reason for at, reason in self._gaps.items() if at < start}
+        self._chunks = {at: states for at, states in self._chunks.items() if at < start}
         self._walk(start)
         return kept
 
@@ -140,7 +138,7 @@ class ScanFile:
         return self.frames_of_index(index)
 
     def frames_of_index(self, index: Frame) -> list[Frame] | None:
-        count = (index.payload_bytes - 16) // fmt.INDEX_DTYPE.itemsize
+        count = max(index.payload_bytes - 16, 0) // fmt.INDEX_DTYPE.itemsize
         entries = np.frombuffer(self.view, fmt.INDEX_DTYPE, count, index.payload_offset)
         frames, end = [], fmt.HEADER_BYTES
         for offset, kind, rows, first_step, first_row, payload_bytes, number in entries.tolist():
@@ -175,9 +173,9 @@ class ScanFile:
 
     def _trust(self, frame: Frame) -> bytearray:
         """The states of a frame touched for the first time: all bad if its header or chunk table does not fit."""
-        found = self._frame_at(frame.offset)
-        if found != frame:
-            self.damage[frame.offset] = found if isinstance(found, str) else "the index does not describe this frame"
+        reason = self._doubt(frame)
+        if reason:
+            self.damage[frame.offset] = reason
             return bytearray([_BAD]) * frame.num_chunks
         table = self.view[frame.table_offset : frame.payload_offset]
         if zlib.crc32(table) != fmt.table_crc(self.view, frame):
@@ -185,9 +183,21 @@ class ScanFile:
             return bytearray([_BAD]) * frame.num_chunks
         return bytearray(frame.num_chunks)
 
+    def _doubt(self, frame: Frame) -> str:
+        """Why a frame is not as the index lists it, flags aside: a main file has no row-major rows."""
+        if not self.has_index:
+            return ""
+        found = self._frame_at(frame.offset)
+        if isinstance(found, str):
+            return found
+        row_major = found.kind == fmt.KIND_STEPS and found.flags & fmt.FRAME_ROW_MAJOR
+        same = found._replace(flags=frame.flags) == frame and not row_major
+        return "" if same else "the index does not describe this frame"
+
     def _test(self, frame: Frame, chunk: int) -> int:
-        start = frame.payload_offset + chunk * fmt.CHUNK_BYTES
-        stop = min(start + fmt.CHUNK_BYTES, frame.payload_offset + frame.payload_bytes)
+        payload = frame.payload_offset
+        start = payload + chunk * fmt.CHUNK_BYTES
+        stop = min(start + fmt.CHUNK_BYTES, payload + frame.payload_bytes)
         if zlib.crc32(self.view[start:stop]) == fmt.chunk_crc(self.view, frame, chunk):
             return _GOOD
         self.damage[start] = f"damaged chunk of frame {frame.frame_number}"
@@ -203,9 +213,9 @@ class ScanFile:
         """Read every byte; what is wrong with headers, chunks, padding and gaps, as (offset, reason)."""
         for frame in self.frames:
             self.bad_chunks(frame, 0, frame.payload_bytes)
-            found = self._frame_at(frame.offset)
-            if found != frame:
-                yield frame.offset, found if isinstance(found, str) else "the index does not describe this frame"
+            reason = self._doubt(frame)
+            if reason:
+                yield frame.offset, reason
             elif not frame.num_chunks and fmt.table_crc(self.view, frame):
                 yield frame.offset, "damaged chunk table"
             if any(self.view[frame.payload_offset + frame.payload_bytes : frame.end]):

@@ -17,7 +17,7 @@ from pyscan import codecs
 from pyscan.codecs import Array
 from pyscan.errors import ScanFormatError
 from pyscan.format import padded
-from pyscan.schema import loads, loads_strict
+from pyscan.strict_json import loads, loads_strict
 
 _LENGTH = struct.Struct("<I")
 _ID_DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "i8": np.dtype("<i8"), "u4": np.dtype("<u4")}

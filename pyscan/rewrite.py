@@ -161,6 +161,9 @@ def _copy_frame(run: FileRun, frame: fmt.Frame, layout: Layout | None, part: Par
     if part is not None:
         writer.steps(part.table, _whole_frame(part), first_row=frame.first_row)
         return
+    if frame.kind == fmt.KIND_EVENTS:
+        writer.events(run.journal.events_in(frame), first_row=frame.first_row)
+        return
     if frame.kind in (fmt.KIND_STEPS, fmt.KIND_INDEX) or not _is_whole(run, frame, layout):
         return
     payload = run.file.payload(frame)
@@ -171,13 +174,11 @@ def _copy_frame(run: FileRun, frame: fmt.Frame, layout: Layout | None, part: Par
 
 
 def _is_whole(run: FileRun, frame: fmt.Frame, layout: Layout | None) -> bool:
-    """Whether a frame that is no steps frame can be taken over as it is."""
+    """Whether a frame without rows and events can be taken over as it is."""
     if run.file.payload(frame) is None:
         return False
     if frame.kind == fmt.KIND_SCHEMA:
         return layout is not None
-    if frame.kind == fmt.KIND_EVENTS:
-        return len(run.journal.events_in(frame)) == frame.rows
     if frame.kind == fmt.KIND_TOKENS:
         with contextlib.suppress(ScanFormatError):
             run.journal.read_tokens(frame, layout)

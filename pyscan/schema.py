@@ -1,27 +1,26 @@
 """What the JSON of a schema frame says, as frozen dataclasses that are valid once they exist.
 
 `Schema.from_json` receives bytes nobody vouches for and raises ScanFormatError for everything FORMAT.md does not allow.
-`Layout` hands on where each site's cells stand in a row.
+`Layout` hands on where the cells of each site stand.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 from pyscan.codecs import DTYPES
 from pyscan.errors import ScanFormatError
 from pyscan.format import ROW_DTYPE, pad64
+from pyscan.strict_json import choice, count, json_list, json_object, loads_strict, names, text, unique
 
 PERS = ("block", "row_block", "site")
 TRANSFORMS = ("root", "plain")
 OPS = ("sumsq", "add", "max")
-# No tensor has more blocks, rows or columns than this; sums of a schema's numbers then stay exact everywhere.
-LARGEST = 2**48
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,11 @@ class Channel:
     op: str = "sumsq"
 
     def __post_init__(self) -> None:
-        _text(self.name, "channel name")
-        _choice(self.per, PERS, "per")
-        _choice(self.codec, tuple(DTYPES), "codec")
-        _choice(self.transform, TRANSFORMS, "transform")
-        _choice(self.op, OPS, "op")
+        text(self.name, "channel name")
+        choice(self.per, PERS, "per")
+        choice(self.codec, tuple(DTYPES), "codec")
+        choice(self.transform, TRANSFORMS, "transform")
+        choice(self.op, OPS, "op")
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class SiteInfo:
 
     def __post_init__(self) -> None:
         for value, what in ((self.name, "site name"), (self.kind, "kind"), (self.dtype, "dtype")):
-            _text(value, what)
+            text(value, what)
         if self.tied_to is not None:
-            _text(self.tied_to, "tied_to")
+            text(self.tied_to, "tied_to")
         for number in (*self.shape, *self.offset, self.num_blocks, self.num_row_blocks):
-            _count(number, f"a number of site {self.name!r}")
+            count(number, f"a number of site {self.name!r}")
         if len(self.shape) > 32:
             raise ScanFormatError(f"site {self.name!r} has {len(self.shape)} dimensions, at most 32 are possible")
 
@@ -87,11 +86,11 @@ class Mesh:
     def __post_init__(self) -> None:
         if not len(self.dims) == len(self.shape) == len(self.coords) <= 32 or len(set(self.dims)) != len(self.dims):
             raise ScanFormatError(f"a mesh names each dimension once with its size and coordinate, got {self.dims}")
-        if math.prod(_count(size, "mesh size") for size in self.shape) > 2**20:
+        if math.prod(count(size, "mesh size") for size in self.shape) > 2**20:
             raise ScanFormatError("a mesh has at most 2**20 ranks")
         for dim, size, coord in zip(self.dims, self.shape, self.coords, strict=True):
-            _text(dim, "mesh dimension")
-            if not 0 <= _count(coord, "mesh coordinate") < _count(size, "mesh size"):
+            text(dim, "mesh dimension")
+            if not 0 <= count(coord, "mesh coordinate") < count(size, "mesh size"):
                 raise ScanFormatError(f"mesh coordinate {coord} is outside the size {size} of {dim!r}")
 
 
@@ -111,29 +110,29 @@ class Schema:
     metadata: Any = None
 
     def __post_init__(self) -> None:
-        _text(self.model, "model")
-        _count(self.block, "block")
-        if _count(self.every, "every") < 1:
+        text(self.model, "model")
+        count(self.block, "block")
+        if count(self.every, "every") < 1:
             raise ScanFormatError(f"every must be >= 1, got {self.every}")
-        if not 0 <= _count(self.rank, "rank") < _count(self.world, "world") <= 2**20:
+        if not 0 <= count(self.rank, "rank") < count(self.world, "world") <= 2**20:
             raise ScanFormatError(f"rank must be below world, got rank {self.rank} of {self.world}")
-        _unique((channel.name for channel in self.channels), "channel")
-        _unique((site.name for site in self.sites), "site")
+        unique((channel.name for channel in self.channels), "channel")
+        unique((site.name for site in self.sites), "site")
 
     @classmethod
     def from_json(cls, data: bytes) -> Schema:
-        raw = _object(loads_strict(data), "schema")
+        raw = json_object(loads_strict(data), "schema")
         mesh = raw.get("mesh")
         return cls(
             model=raw.get("model"),  # type: ignore[arg-type]  # checked by __post_init__
-            channels=tuple(map(_channel, _list(raw.get("channels"), "channels"))),
-            sites=tuple(map(_site, _list(raw.get("sites"), "sites"))),
+            channels=tuple(map(_channel, json_list(raw.get("channels"), "channels"))),
+            sites=tuple(map(_site, json_list(raw.get("sites"), "sites"))),
             block=raw.get("block"),  # type: ignore[arg-type]
             every=raw.get("every", 1),
             rank=raw.get("rank", 0),
             world=raw.get("world", 1),
-            mesh=None if mesh is None else _mesh(_object(mesh, "mesh")),
-            versions=_object(raw.get("versions", {}), "versions"),
+            mesh=None if mesh is None else _mesh(json_object(mesh, "mesh")),
+            versions=json_object(raw.get("versions", {}), "versions"),
             metadata=raw.get("metadata"),
         )
 
@@ -185,80 +184,39 @@ class Layout:
         return self._sections[rows]
 
 
-def loads(data: bytes) -> Any:
-    """JSON from a file, every way it can fail turned into a ScanFormatError."""
-    return _parse(data, json.loads)
-
-
-def loads_strict(data: bytes) -> Any:
-    """`loads` without NaN, infinite numbers and repeated keys, which JSON itself does not have."""
-    return _parse(data, _STRICT.decode)
-
-
-def _parse(data: bytes, parse: Any) -> Any:
-    try:
-        value = parse(data.decode("utf-8"))
-        if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate has no bytes and would fail later
-    except (ValueError, RecursionError) as error:
-        raise ScanFormatError(f"not valid JSON: {str(error)[:120]}") from None
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is too large")
-    return value
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return result
-
-
-_STRICT = json.JSONDecoder(object_pairs_hook=_no_repeats, parse_constant=_refuse_constant, parse_float=_finite)
-
-
 def _channel(raw: Any) -> Channel:
-    got = _object(raw, "channel")
+    got = json_object(raw, "channel")
     return Channel(*(got.get(key) for key in ("name", "per", "codec", "transform", "op")))  # type: ignore[arg-type]
 
 
 def _site(raw: Any) -> SiteInfo:
-    got = _object(raw, "site")
-    offset = _list(got.get("offset") or [0, 0], "offset")
+    got = json_object(raw, "site")
+    offset = json_list(got.get("offset") or [0, 0], "offset")
     if len(offset) != 2:
         raise ScanFormatError(f"offset is [row, column], got {len(offset)} numbers")
     return SiteInfo(
         name=got.get("name"),  # type: ignore[arg-type]
         kind=got.get("kind"),  # type: ignore[arg-type]
-        shape=tuple(_list(got.get("shape"), "shape")),
+        shape=tuple(json_list(got.get("shape"), "shape")),
         dtype=got.get("dtype"),  # type: ignore[arg-type]
         num_blocks=got.get("blocks"),  # type: ignore[arg-type]
         num_row_blocks=got.get("row_blocks", 0),
         tied_to=got.get("tied_to"),
         offset=(offset[0], offset[1]),
-        merge={name: _merge(rule) for name, rule in _object(got.get("merge") or {}, "merge").items()},
+        merge={name: _merge(rule) for name, rule in json_object(got.get("merge") or {}, "merge").items()},
     )
 
 
 def _merge(raw: Any) -> Merge:
-    got = _object(raw, "merge rule")
-    return Merge(_names(got.get("over", []), "over"), _names(got.get("replicas", []), "replicas"))
+    got = json_object(raw, "merge rule")
+    return Merge(names(got.get("over", []), "over"), names(got.get("replicas", []), "replicas"))
 
 
 def _mesh(got: dict[str, Any]) -> Mesh:
     return Mesh(
-        _names(got.get("dims"), "mesh dims"),
-        tuple(_list(got.get("shape"), "mesh shape")),
-        tuple(_list(got.get("coords"), "mesh coords")),
+        names(got.get("dims"), "mesh dims"),
+        tuple(json_list(got.get("shape"), "mesh shape")),
+        tuple(json_list(got.get("coords"), "mesh coords")),
     )
 
 
@@ -277,48 +235,3 @@ def _site_json(site: SiteInfo) -> dict[str, Any]:
         "merge": {name: vars(rule) for name, rule in site.merge.items()},
     }
     return raw | {key: value for key, value in optional.items() if value}
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ScanFormatError(f"{what} must be text, got {type(value).__name__}")
-    return value
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST:
-        raise ScanFormatError(f"{what} must be an integer from 0 to 2**48, got {_short(value)}")
-    return value
-
-
-def _choice(value: Any, allowed: tuple[str, ...], what: str) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ScanFormatError(f"{what} must be one of {', '.join(allowed)}, got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:40] if isinstance(value, (str, int, float)) else type(value).__name__
-
-
-def _object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ScanFormatError(f"{what} must be a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _list(value: Any, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ScanFormatError(f"{what} must be a JSON list, got {type(value).__name__}")
-    return value
-
-
-def _names(value: Any, what: str) -> tuple[str, ...]:
-    return tuple(_text(name, what) for name in _list(value, what))
-
-
-def _unique(names: Iterable[str], what: str) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ScanFormatError(f"two {what}s are named {name[:80]!r}")
-        seen.add(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from pyscan.frames import Buffer, map_file
@@ -15,7 +18,8 @@ class Source(Protocol):
     def load(self) -> tuple[bytes, Buffer]:
         """The tail and the main file as they are now, looked at in this order."""
 
-    def close(self) -> None: ...
+    @property
+    def close(self) -> Callable[[], object]: ...
 
 
 class PathSource:
@@ -23,7 +27,8 @@ class PathSource:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._file = open(path, "rb")  # noqa: SIM115  # closed by close()
+        self._fileno = os.open(path, os.O_RDONLY)
+        self.close = weakref.finalize(self, os.close, self._fileno)  # at the latest when nobody holds the run any more
 
     def load(self) -> tuple[bytes, Buffer]:
         try:
@@ -31,10 +36,7 @@ class PathSource:
                 rows = tail.read()
         except FileNotFoundError:
             rows = b""
-        return rows, map_file(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+        return rows, map_file(self._fileno)
 
 
 class BufferSource:

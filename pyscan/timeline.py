@@ -64,20 +64,35 @@ class Timeline:
 
 
 def arrange(parts: list[Part]) -> Timeline:
-    tables = [part.table[part.skip :] for part in parts]
-    rows = np.concatenate(tables) if tables else np.zeros(0, ROW_DTYPE)
-    keep = _in_force(rows)
-    segments, first, start = [], 0, 0
-    for part, table in zip(parts, tables, strict=True):
-        kept = keep[first : first + len(table)]
-        stop = start + int(kept.sum())
-        if stop > start:
-            whole = stop - start == len(table)
-            places = slice(part.skip, None) if whole else np.flatnonzero(kept) + part.skip
-            segments.append(Segment(part, start, stop, places))
-        first, start = first + len(table), stop
+    rows = _all_rows(parts)
     numbers = _row_numbers(parts)
-    return Timeline(segments, rows[keep], numbers[keep], known_steps(rows[keep]), *_resumes(numbers, rows))
+    resumed_at, resumed_step = _resumes(numbers, rows)
+    keep = _in_force(rows) if resumed_at else None
+    segments = _segments(parts, keep)
+    if keep is not None:
+        rows, numbers = rows[keep], numbers[keep]
+    return Timeline(segments, rows, numbers, known_steps(rows), resumed_at, resumed_step)
+
+
+def _all_rows(parts: list[Part]) -> Array:
+    tables = b"".join(part.table[part.skip :].tobytes() for part in parts)
+    return np.frombuffer(tables, ROW_DTYPE)
+
+
+def _segments(parts: list[Part], keep: Array | None) -> list[Segment]:
+    """The rows of each frame that are kept; None keeps all."""
+    segments, first, start = [], 0, 0
+    for part in parts:
+        count = len(part.table) - part.skip
+        places: slice | Array = slice(part.skip, None)
+        stop = start + count
+        if keep is not None and not keep[first : first + count].all():
+            places = np.flatnonzero(keep[first : first + count]) + part.skip
+            stop = start + len(places)
+        if stop > start:
+            segments.append(Segment(part, start, stop, places))
+        first, start = first + count, stop
+    return segments
 
 
 def known_steps(rows: Array) -> Array:

@@ -21,7 +21,8 @@ from pyscan.errors import ScanError, ScanFormatError
 from pyscan.format import MAGIC
 from pyscan.payloads import Event
 from pyscan.run import Run
-from pyscan.schema import Channel, SiteInfo, loads_strict
+from pyscan.schema import Channel, SiteInfo
+from pyscan.strict_json import loads_strict
 from pyscan.timeline import STEPS_DTYPE
 
 HEADER = struct.Struct("<5sHII")
@@ -94,7 +95,7 @@ class Version1Run(Run):
     def _sorted(self, records: Array) -> Array:
         """By parameter, in the order written inside each, so that one site is one slice."""
         order = np.argsort(records["param_id"], kind="stable")
-        self._first = np.searchsorted(records["param_id"][order], np.arange(65537))
+        self._first = np.append(0, np.cumsum(np.bincount(records["param_id"], minlength=65536)))
         return records[order]
 
     def _of(self, param_id: int) -> Array:

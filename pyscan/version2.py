@@ -59,6 +59,7 @@ class FileRun(Run):
         kept = self.file.grow(main) if len(main) > self._num_bytes else len(self.file.frames)
         for frame in self.file.frames[kept:]:
             self._tables.pop(frame.offset, None)
+            self._notes.pop(frame.offset, None)
             self.journal.forget(frame)
         self._take(tail, kept)
         return len(self.steps) - _num_equal(before, self.timeline.rows)
@@ -69,7 +70,6 @@ class FileRun(Run):
 
     def _take(self, tail: bytes, first_frame: int) -> None:
         """Find the schema of every frame from `first_frame` on and forget what follows from the frames."""
-        self._notes.clear()
         del self.governing[first_frame:]
         layout = self.governing[-1] if self.governing else None
         for frame in self.file.frames[first_frame:]:

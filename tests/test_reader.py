@@ -341,6 +341,36 @@ def test_refresh_over_a_torn_frame_that_is_continued(tmp_path: Path) -> None:
     assert_holds(run, builder.schema, list(range(1, 200)))
 
 
+def test_damage_is_still_known_after_a_refresh(tmp_path: Path) -> None:
+    builder = Builder(make_schema((2,))).steps(range(1, 65)).event("x", 3)
+    builder.writer.frame(1, b"{}")
+    builder.steps(range(65, 70)).new_schema(make_schema((2,))).steps(range(70, 80))
+    frames = builder.writer.frames
+    builder.main[frames[1].payload_offset] ^= 1
+    builder.main[frames[2].payload_offset] ^= 1
+    builder.main.extend(bytes(64))
+    builder.writer.offset += 64
+    writer = Appender(tmp_path / "run.mscan", builder)
+    run = pyscan.open(writer.path)
+    assert (len(run.steps), len(run.events)) == (10, 0)
+    before = run.damage
+    assert [offset for offset, _ in before[:4]] == [
+        frames[1].payload_offset,
+        frames[2].payload_offset,
+        frames[3].offset,
+        frames[4].offset,
+    ]
+    builder.tail_rows([80])
+    writer.save_tail()
+    assert run.refresh() == 1
+    assert run.damage == before
+    builder.steps([80, 81])
+    writer.append()
+    assert run.refresh() == 1
+    assert len(run.events) == 0
+    assert run.damage[:4] == before[:4]
+
+
 def test_follow_yields_new_rows(tmp_path: Path) -> None:
     builder = Builder(make_schema((2,))).steps(range(1, 4))
     writer = Appender(tmp_path / "run.mscan", builder)

@@ -67,6 +67,27 @@ def test_a_file_cut_anywhere_repairs_to_its_whole_frames(tmp_path: Path, cut: in
     assert_holds(pyscan.open(tmp_path / "fixed.mscan"), builder.schema, steps)
 
 
+def test_a_file_flipped_anywhere_repairs_to_a_whole_file_with_what_could_be_read(tmp_path: Path) -> None:
+    builder = Builder(make_schema((2, 1))).steps(range(1, 20)).event("x", 3).tokens(4).steps(range(20, 84))
+    path, fixed = tmp_path / "run.mscan", tmp_path / "fixed.mscan"
+    for place in range(64, len(builder.main), 41):
+        data = bytearray(builder.main)
+        data[place] ^= 0x55
+        path.write_bytes(data)
+        try:
+            run = pyscan.open(path)
+        except pyscan.ScanFormatError:
+            continue
+        repair(path, fixed)
+        assert check(fixed) == []
+        again = pyscan.open(fixed)
+        assert run.steps.tobytes() == again.steps.tobytes()
+        assert run.events == again.events
+        pair = [r.act(FIRST, blocks=True).copy().view(np.uint32) for r in (run, again)]
+        assert np.array_equal(*pair)
+        fixed.unlink()
+
+
 def test_compact_drops_what_is_voided_and_fills_the_frames(tmp_path: Path) -> None:
     second = make_schema((2, 4))
     builder = (
