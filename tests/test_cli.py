@@ -21,7 +21,7 @@ import pyscan
 from pyscan import analysis, cli, codecs, tables
 from pyscan.commands import VERBS
 from pyscan.commands.show import Show
-from pyscan.schema import Mesh
+from pyscan.schema import Channel, Mesh, SiteInfo
 
 ROOT = Path(__file__).parent.parent
 SITES = ("model.layers.0.q.weight", "model.layers.0.k.weight", "model.layers.1.q.weight", "lm_head.weight")
@@ -445,8 +445,6 @@ def test_show_says_that_damaged_cells_are_left_out(run_cli, scan):
 
 
 def test_show_of_a_run_with_one_channel_has_no_sps(run_cli, tmp_path):
-    from pyscan.schema import Channel
-
     path = Builder(make_schema(channels=(Channel("act"),))).steps(range(1, 4)).save(tmp_path / "act.mscan")
     found = run_json(run_cli, "show", path)["sites"]
     assert [(r["sps"], "grad" in r) for r in found] == [(None, False)] * 2
@@ -694,6 +692,49 @@ def test_a_failed_export_leaves_nothing_behind(run_cli, scan, tmp_path, monkeypa
     status, _, err = run_cli("export", scan, "--to", "csv", "-o", tmp_path / "out.csv")
     assert (status, err) == (2, "pyscan: out.csv: No space left on device\n")
     assert [path.name for path in tmp_path.iterdir()] == ["run.mscan"]
+
+
+def bare(name, shape, num_blocks):
+    return SiteInfo(name, "linear", shape, "float32", num_blocks)
+
+
+ODD_SCHEMAS = {
+    "no sites": {"sites": ()},
+    "no channels": {"channels": ()},
+    "no norms": {"channels": (Channel("act_max", per="site", op="max"),)},
+    "act per site": {"channels": (Channel("act", per="site"), Channel("grad"))},
+    "act per rows": {"channels": (Channel("act", per="row_block"), Channel("grad", per="row_block"))},
+    "uint16": {"channels": (Channel("act", codec="u16"), Channel("grad", codec="u16"))},
+    "no blocks": {"sites": (bare("a.0.w", (3, 0), 0), bare("a.0.v", (3, 64), 1))},
+    "more blocks than features": {"sites": (bare("a.0.w", (3, 5), 4),)},
+    "huge shape": {"sites": (bare("a", (2**48,) * 5, 2),)},
+    "no names": {"sites": (bare("", (), 2), bare(".", (0,), 1))},
+    "whole tensors": {"block": 0, "sites": (bare("a.0.w", (3, 5), 1), bare("a.0.v", (3, 7), 1))},
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("steps", [[], [1, 2, 3], [5, 4, 5]], ids=["no steps", "steps", "steps in disorder"])
+@pytest.mark.parametrize("schema", ODD_SCHEMAS.values(), ids=ODD_SCHEMAS)
+def test_odd_scans_give_an_answer_or_one_line(run_cli, tmp_path, schema, steps):
+    path = Builder(make_schema(**schema)).steps(steps).save(tmp_path / "odd.mscan")
+    assert run_cli("info", path)[0] == run_cli("check", path)[0] == 0
+    assert run_cli("export", path, "--to", "csv", "-o", "-")[0] == 0
+    for arguments in (["show", path], ["show", path, "--blocks", "--json"], ["diff", path, path]):
+        status, out, err = run_cli(*arguments)
+        assert (status, bool(out), err.count("\n")) in ((0, True, 0), (2, False, 1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scan_cut_anywhere_gives_an_answer_or_one_line(run_cli, tmp_path):
+    path = Builder().steps(range(1, 70)).event("x", 3).tokens(5).index().save(tmp_path / "cut.mscan")
+    whole = path.read_bytes()
+    for size in range(0, len(whole), 257):
+        path.write_bytes(whole[:size])
+        for verb in ("info", "show", "check"):
+            status, out, err = run_cli(verb, path)
+            assert (status, bool(out), err.count("\n")) in ((0, True, 0), (1, True, 0), (2, False, 1))
+            assert verb != "check" or status > 0 or size % 64 == 0  # a cut inside a frame is always found
 
 
 def test_doctor_runs_the_doctor(run_cli, monkeypatch):

@@ -49,6 +49,8 @@ class Diff(Verb):
             common = compare.common_steps(a, b)
             _check(a, b, matches, common)
             channels = [name for name in norm_channels(a) if name in norm_channels(b)]
+            if not channels:
+                raise UserError("the runs have neither act nor grad per block in common: nothing to compare")
             with tables.progress("Comparing") as tick:
                 found = compare.compare_runs(
                     a, b, pairs=matches.pairs, channels=channels, tolerance=args.tolerance, tick=tick
@@ -65,12 +67,13 @@ class Diff(Verb):
 
 def _check(a: Run, b: Run, matches: Matches, common: CommonSteps) -> None:
     if not matches.pairs:
-        raise UserError(
-            f"no site is in both runs: A has {len(matches.only_a)} such as {matches.only_a[:1]}, "
-            f"B has {len(matches.only_b)} such as {matches.only_b[:1]}"
-        )
+        raise UserError(f"no site is in both runs: A has {_some(matches.only_a)}, B has {_some(matches.only_b)}")
     if not len(common.steps):
         raise UserError(f"no step is in both runs: A has {_range(a)}, B has {_range(b)}")
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} such as {names[0]}" if names else "none"
 
 
 def _range(run: Run) -> str:

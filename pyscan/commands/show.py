@@ -43,11 +43,14 @@ class Show(Verb):
 
     def run(self, args: argparse.Namespace) -> int:
         from pyscan import tables
-        from pyscan.summary import summarize
+        from pyscan.summary import norm_channels, summarize
 
         if args.top is not None and args.top < 1:
             raise UserError(f"--top must be >= 1, got {args.top}")
         with open_run(args.scan) as run:
+            if not norm_channels(run):
+                others = ", ".join(channel.name for channel in run.channels) or "none"
+                raise UserError(f"the scan has neither act nor grad per block; its channels: {others}")
             row = _row(run, args.step)
             sites = select_sites(run, args.site)
             with tables.progress("Reading sites") as tick:
