@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class Diff(Verb):
-    """Show where two runs are apart: log2(B / A), +1 = twice as large in B.
+    """Show where two runs are apart, site by site, as log2(B / A).
+
+    +1 is twice as large in B, -1 half as large, 0 equal.
 
     Sites are paired by name, also when one run's names lack `.weight` or carry
     another prefix (`module.`, `base_model.model.`). Steps that both runs have

@@ -8,7 +8,7 @@ from pyscan.commands.base import Verb, add_json
 
 
 class Doctor(Verb):
-    """Say what this machine gives pyscan: engines, libraries, and what is missing.
+    """Say what this machine gives pyscan, and what is missing.
 
     example:
       pyscan doctor

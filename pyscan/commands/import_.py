@@ -6,7 +6,7 @@ from pyscan.commands.rewriting import Rewrite, RewritingVerb
 
 
 class Import(RewritingVerb):
-    """Write a version 1.1 scan as version 2; every value is kept as it is.
+    """Write a version 1.1 scan as version 2, every value as it is.
 
     example:
       pyscan import old.mscan -o new.mscan

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Info(Verb):
-    """Say what a scan holds: steps, sites, size, rate, ranks, events, damage.
+    """Say what a scan holds: steps, sites, size, rate, events, damage.
 
     Values are not read, so this is quick on files of any size; damage in them
     is found by `pyscan check`.

@@ -15,12 +15,13 @@ JSON_BUCKETS = 24
 
 
 class Show(Verb):
-    """Show every site: norms of activation and gradient, their course over time, SPS.
+    """Show every site: its norms, their course over time, SPS.
 
-    Norms are those of the last step, or of --step. Drift is the ratio between
-    the last and the first tenth of the steps. SPS compares a cell with its
-    layer: high = strongly used and already settled; it is the mean over all
-    steps, or that of --step; a site has the mean of its blocks.
+    Norms (act: of the input, grad: of the weight's gradient) are those of the
+    last step, or of --step. Drift is the ratio between the last and the first
+    tenth of the steps. SPS compares a cell with its layer: high = strongly used
+    and already settled; it is the mean over all steps, or that of --step, and
+    a site has the mean of its blocks.
 
     A history has a logarithmic scale of its own. In it 0 is a dot, a NaN or
     infinity an exclamation mark, and what was not observed is blank.
