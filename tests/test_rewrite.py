@@ -103,6 +103,8 @@ def test_compact_drops_what_is_voided_and_fills_the_frames(tmp_path: Path) -> No
     assert one.steps.tobytes() == other.steps.tobytes()
     assert [frame.rows for frame in other.file.frames if frame.kind == 2] == [64, 64, 1, 13]
     assert [event["kind"] for event in other.events] == ["kept", "kept too"]
+    # written before the rows of these numbers: 89 of the first 100 rows are left, 40 follow
+    assert [frame.first_row for frame in other.file.frames if frame.kind == 3] == [89, 129]
     assert other.token_steps() == [30, 135]
     for name in ("act", "grad", "act_max", "grad_bad"):
         for info in one.sites:
