@@ -140,7 +140,8 @@ def gather(
         low, high = max(segment.start, start), min(segment.stop, stop)
         rows = slice(low - segment.start, high - segment.start)
         place = slice(low - start, high - start)
-        out[:, place] = stored[:, segment.keep][:, rows]
+        whole = high - low == segment.part.frame.rows
+        out[:, place] = stored if whole else stored[:, segment.keep][:, rows]
         if bad is not None:
             lost = np.zeros(out.shape, bool) if lost is None else lost
             lost[:, place] = bad[:, segment.keep][:, rows]
@@ -154,11 +155,12 @@ def cells_of_frame(part: Part, channel: int, cells: tuple[int, int]) -> tuple[Ar
     section = layout.sections(frame.rows)[0][channel]
     row_major = bool(frame.flags & FRAME_ROW_MAJOR)
     first, end = (0, layout.num_cells[channel]) if row_major else cells
-    start = section + first * frame.rows * dtype.itemsize
+    itemsize = dtype.itemsize
+    start = section + first * frame.rows * itemsize
     count = (end - first) * frame.rows
     stored = np.frombuffer(part.file.view, dtype, count, frame.payload_offset + start)
-    bad = part.file.bad_chunks(frame, start, start + count * dtype.itemsize) if count else []
-    lost = _lost(bad, start, count, dtype.itemsize) if bad else None
+    bad = part.file.bad_chunks(frame, start, start + count * itemsize) if count else []
+    lost = _lost(bad, start, count, itemsize) if bad else None
     if row_major:
         shape, pick = (frame.rows, end), slice(*cells)
         return stored.reshape(shape)[:, pick].T, None if lost is None else lost.reshape(shape)[:, pick].T
