@@ -49,7 +49,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["pyscan", "pyscan.kernels"],
+    packages=["pyscan", "pyscan.commands", "pyscan.kernels"],
     package_dir={"pyscan": "pyscan", "pyscan.kernels": "kernels"},
     package_data={"pyscan": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("pyscan._C", sources=[])],

@@ -42,6 +42,7 @@ class Run(ABC):
     sites: list[SiteInfo]
     channels: list[Channel]
     missing_ranks: tuple[int, ...] = ()
+    _named: tuple[list[SiteInfo], dict[str, SiteInfo]] | None = None
 
     @property
     @abstractmethod
@@ -84,11 +85,17 @@ class Run(ABC):
 
     def site(self, name: str) -> SiteInfo:
         """The site of that name, given with or without `.weight`."""
-        by_name = {site.name: site for site in self.sites}
+        by_name = self._sites_by_name()
         for candidate in (name, f"{name}.weight", name.removesuffix(".weight")):
             if candidate in by_name:
                 return by_name[candidate]
         raise ScanNameError("site", name, by_name)
+
+    def _sites_by_name(self) -> dict[str, SiteInfo]:
+        """Made once for each list of sites: a run may have a million, and every read looks one up."""
+        if self._named is None or self._named[0] is not self.sites:
+            self._named = self.sites, {site.name: site for site in self.sites}
+        return self._named[1]
 
     def channel(self, name: str) -> Channel:
         by_name = {channel.name: channel for channel in self.channels}
@@ -129,6 +136,19 @@ class Run(ABC):
         start, stop, stride = self._rows(steps)
         self._refuse_monster(stop - start, self._num_cells(what, site))
         return self._codes(what, site, start, stop)[::stride]
+
+    def to_arrow(self, *, stream: bool = False) -> Any:
+        """A long table (step, site, channel, block, value) without absent cells; a stream of record batches for runs
+        that are larger than memory. Needs pyarrow."""
+        from pyscan import export
+
+        return export.to_arrow_stream(self) if stream else export.to_arrow(self)
+
+    def to_pandas(self) -> Any:
+        """The same long table as a pandas data frame."""
+        from pyscan import export
+
+        return export.to_pandas(self)
 
     def follow(self, poll_seconds: float = 1.0) -> Iterator[slice]:
         """Yield the rows there are now, then new ones as they come, as slices for `steps=`. It never ends."""

@@ -1,0 +1,19 @@
+"""The verbs of the command line, one file and one class each; the docstring of the class is its help."""
+
+from __future__ import annotations
+
+from pyscan.commands.base import UserError, Verb
+from pyscan.commands.check import Check
+from pyscan.commands.compact import Compact
+from pyscan.commands.diff import Diff
+from pyscan.commands.doctor import Doctor
+from pyscan.commands.export import Export
+from pyscan.commands.import_ import Import
+from pyscan.commands.info import Info
+from pyscan.commands.merge import Merge
+from pyscan.commands.repair import Repair
+from pyscan.commands.show import Show
+
+__all__ = ["VERBS", "UserError", "Verb"]
+
+VERBS: tuple[type[Verb], ...] = (Info, Show, Diff, Check, Repair, Compact, Merge, Export, Import, Doctor)
