@@ -7,5 +7,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("version") = PYSCAN_VERSION;
   m.attr("compiler") = "C++ compiler " __VERSION__;
   pyscan::BindReduce(m);
+  pyscan::BindObserve(m);
   pyscan::BindWriter(m);
 }

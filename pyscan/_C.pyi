@@ -1,5 +1,6 @@
 """Types of the compiled core."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,28 @@ class StepBuffer:
     def seen(self, slot: int, /) -> bool: ...
     def forget(self, slot: int, /) -> None: ...
     def take(self, grad_scale: float, row: NDArray[np.float64]) -> None: ...
+
+class CaptureState:
+    active: bool
+    has_mask: bool
+    num_threads: int
+    seconds: float
+    def __init__(self, num_sites: int) -> None: ...
+    @property
+    def direct(self) -> bytearray: ...
+    def forget(self) -> None: ...
+
+def make_observer(
+    buffer: StepBuffer, state: CaptureState, site: int, num_features: int, careful: Callable[[Any], None], /
+) -> Callable[[Any], None]: ...
+def use_torch(
+    tensor_type: type,
+    is_grad_enabled: Callable[[], bool],
+    graph_task_id: Callable[[], int],
+    tracing_state: Callable[[], Any],
+    dtypes: tuple[Any, ...],
+    /,
+) -> None: ...
 
 _Layout = list[tuple[str, str, int]]
 

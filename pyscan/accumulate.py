@@ -6,7 +6,8 @@ per step. Here the CPU engine; another engine offers the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,19 +91,17 @@ class StepBuffer:
         )
         return width, 0, by_rows, cells.stop - cells.start, cells.start, absmax, bad, pass_name == "grad"
 
+    def observer(
+        self, state: _C.CaptureState, site: int, careful: Callable[[Any], None]
+    ) -> Callable[[torch.Tensor], None]:
+        """What adds plain inputs of a site by itself and gives every other to `careful`."""
+        state.num_threads = self.num_threads
+        return _C.make_observer(self._native, state, site, max(self._num_features[site], 1), careful)
+
     def add_input(self, site: int, x: torch.Tensor) -> None:
         """Add the rows of x, whose last dimension is the site's input."""
-        dtype = DTYPES.get(x.dtype)
-        if dtype is not None and x.is_contiguous():  # as nearly all are: nothing to look up in Python but an address
-            cols = self._num_features[site]
-            self._native.add(site, x.data_ptr(), dtype, x.numel() // cols, cols, cols, 1, self.num_threads)
-            return
         x = _readable(x)
         self._native.add(site, *_matrix(x), self.num_threads)
-
-    def repeat_input(self, site: int) -> None:
-        """Add what the last `add_input` of this thread found: the same tensor met another weight."""
-        self._native.repeat(site)
 
     def add_ranges(self, site: int, x: torch.Tensor, ends: torch.Tensor) -> None:
         """Add row ranges of x to sites site, site + 1, ...; range e ends before row ends[e]."""

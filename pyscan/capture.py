@@ -2,12 +2,11 @@
 
 Receives module inputs, looked-up rows and functional uses as they happen, and hands those of a grad-enabled forward to
 the step buffer, once each: not again when gradient checkpointing computes them a second time, and with one read where
-several weights meet the same tensor.
+several weights meet the same tensor. The plain case takes a quick way through compiled code, bindings_observe.cpp.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,74 +14,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyscan import _C
 from pyscan.accumulate import StepBuffer, to_local
+from pyscan.engine import DTYPES
 
 _clock = time.perf_counter
-_thread = threading.get_ident
 _is_grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_PLAIN = (Tensor, torch.nn.Parameter)
 _is_tracing = torch._C._get_tracing_state
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+_C.use_torch(Tensor, _is_grad_enabled, _graph_task, _is_tracing, tuple(DTYPES))
 
 
 class Capture:
     """Decides about each input of one scanner's sites."""
 
     def __init__(self, buffer: StepBuffer, num_sites: int, on_error: Callable[[Exception], None]) -> None:
-        self.active = True  # this step is scanned
-        self.mask: Tensor | None = None  # of the forward that runs: rows to count
-        self.seconds = 0.0  # spent here since the last row
+        self.state = _C.CaptureState(num_sites)  # `active`: this step is scanned; `seconds` spent since the last row
         self._buffer = buffer
         self._on_error = on_error
-        self._direct = bytearray(num_sites)  # sites that were ever recorded outside a backward
-        # The last input, kept alive so that its id is not given to another tensor: (thread, tensor, version).
-        self._last: tuple[int, Tensor | None, int] = (0, None, 0)
+        self._direct = self.state.direct  # sites that were ever recorded outside a backward
+        self._mask: Tensor | None = None
+
+    def set_mask(self, mask: Tensor | None) -> None:
+        """Rows of the forward that runs now count where the mask is true."""
+        self._mask = mask
+        self.state.has_mask = mask is not None
 
     def observer(self, site: int) -> Callable[[Any], None]:
         """What to call with every tensor that is about to meet the weight of `site`; it never raises."""
-
-        def see(x: Any) -> None:
-            if not self.active or not _is_grad_enabled():
-                return
-            start = _clock()
-            try:
-                self._input(site, x)
-            except Exception as error:
-                self._on_error(error)
-            self.seconds += _clock() - start
-
-        return see
+        return self._buffer.observer(self.state, site, lambda x: self._careful(site, x))
 
     def compiled_observer(self, site: int) -> Callable[[Tensor], None]:
         """The same inside a compiled region, where gradients are off although it was traced with them on."""
-        see = self.observer(site)
 
-        def see_compiled(x: Tensor) -> None:
-            with torch.enable_grad():
-                see(x)
+        def see(x: Tensor) -> None:
+            if self.state.active:
+                start = _clock()
+                self._careful(site, x)
+                self.state.seconds += _clock() - start
 
-        return see_compiled
+        return see
 
-    def _input(self, site: int, x: Any) -> None:
-        if self._is_recompute(site):
-            return
-        thread, (last_thread, last, version) = _thread(), self._last
-        if last is not None and x is last and thread == last_thread and last._version == version:
-            self._buffer.repeat_input(site)
-            return
-        if type(x) is Tensor and self.mask is None and not x.is_meta and not _is_wrapped(x):
-            self._buffer.add_input(site, x)
-        elif (plain := _plain(x)) is not None:
-            self._buffer.add_input(site, self._masked(plain))
-        else:
-            return
-        self._last = thread, x, x._version
+    def _careful(self, site: int, x: Any) -> None:
+        """An input that is not plain, of a grad-enabled forward."""
+        try:
+            plain = None if self._is_recompute(site) else _plain(x)
+            if plain is not None:
+                self.forget()
+                self._buffer.add_input(site, self._masked(plain))
+        except Exception as error:
+            self._on_error(error)
 
     def rows(self, site: int, x: Tensor, ends: Tensor | None) -> None:
         """Rows of `x` met `site`, or with `ends` range e of them met site + e."""
-        if not self.active or not _is_grad_enabled() or self._is_recompute(site):
+        if not self.state.active or not _is_grad_enabled() or self._is_recompute(site):
             return
         start = _clock()
         plain = _plain(x)
@@ -92,11 +81,11 @@ class Capture:
                 self._buffer.add_input(site, self._masked(plain))
             else:
                 self._buffer.add_ranges(site, plain, ends)
-        self.seconds += _clock() - start
+        self.state.seconds += _clock() - start
 
     def forget(self) -> None:
         """Let go of the last input: the forward is over, or the engine's memory of it is."""
-        self._last = (0, None, 0)
+        self.state.forget()
 
     def _is_recompute(self, site: int) -> bool:
         """Whether this input was recorded before.
@@ -110,7 +99,7 @@ class Capture:
         return bool(self._direct[site]) and _saved_tensor_hooks(False) is not None
 
     def _masked(self, x: Tensor) -> Tensor:
-        mask = self.mask
+        mask = self._mask
         if mask is None or x.ndim <= mask.ndim or x.shape[: mask.ndim] != mask.shape:
             return x
         return x[mask]

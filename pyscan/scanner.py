@@ -241,11 +241,11 @@ class Scanner:
     # Called from hooks
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
-        self._capture.mask = mask
+        self._capture.set_mask(mask)
 
     def _step_begins(self, unscaled: bool) -> None:
         with self._safely():
-            if self._capture.active and (late := self._gradients.read_rest()):
+            if self._capture.state.active and (late := self._gradients.read_rest()):
                 self._late += late
                 self._late_unscaled = unscaled
 
@@ -260,7 +260,7 @@ class Scanner:
     ) -> None:
         start = _clock()
         seen_loss, seen_tokens = self._forward.take()
-        if self._capture.active:
+        if self._capture.state.active:
             cells = self.buffer.take(scale or 1.0)
             row = Row(
                 step=self._step,
@@ -278,7 +278,7 @@ class Scanner:
         self._capture.forget()
         if self._state.changed():
             self._follow_model()
-        self.buffer.num_threads = torch.get_num_threads()
+        self.buffer.num_threads = self._capture.state.num_threads = torch.get_num_threads()
         self._step += 1
         self._measure(start)
         self._set_active()
@@ -331,9 +331,11 @@ class Scanner:
     def _measure(self, start: float) -> None:
         now = _clock()
         change = self._budget.step(
-            self._capture.seconds + self._gradients.seconds + now - start, now - self._row_start, self._capture.active
+            self._capture.state.seconds + self._gradients.seconds + now - start,
+            now - self._row_start,
+            self._capture.state.active,
         )
-        self._capture.seconds = self._gradients.seconds = 0.0
+        self._capture.state.seconds = self._gradients.seconds = 0.0
         self._row_start = now
         if change is not None:
             self._event("every", site=None, **change)
@@ -344,7 +346,7 @@ class Scanner:
 
     def _set_active(self) -> None:
         active = not self._off and not self._paused and self._step % self._budget.every == 0
-        self._capture.active = self._gradients.active = active
+        self._capture.state.active = self._gradients.active = active
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""

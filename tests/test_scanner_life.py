@@ -126,7 +126,7 @@ def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> 
         def broken(*args: object) -> None:
             raise RuntimeError("planted")
 
-        scan.buffer.add_input = broken
+        scan.buffer.take = broken
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for k in range(3):
@@ -168,7 +168,7 @@ def test_warnings_as_errors_do_not_end_the_run(capsys: pytest.CaptureFixture[str
         scan.buffer.add_input = None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(4, 2).T).sum().backward()  # not contiguous: the careful way, which is broken
     assert "turned itself off" in capsys.readouterr().err
 
 
