@@ -1,0 +1,90 @@
+"""What users may rely on: the public names, reading without torch, and that imports between stages point down only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pyscan
+
+ROOT = Path(pyscan.__file__).parent
+DATA = Path(__file__).parent / "data"
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(pyscan.__all__) == [
+        "ABSENT",
+        "Run",
+        "ScanError",
+        "ScanFormatError",
+        "Scanner",
+        "__version__",
+        "attach",
+        "is_absent",
+        "open",
+        "reduce",
+    ]
+    for name in pyscan.__all__:
+        assert getattr(pyscan, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = pyscan.nothing
+
+
+READ = """
+import sys
+sys.modules["torch"] = None  # any import of it fails
+import pyscan
+run = pyscan.open(sys.argv[1])
+assert len(run.steps) and run.sites
+run.act(run.sites[0].name)
+print("read", len(run.steps), "rows")
+"""
+
+
+@pytest.mark.parametrize("file", sorted(DATA.glob("*.mscan")), ids=lambda path: path.name)
+def test_reading_needs_no_torch(file: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", READ, file], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("read")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of pyscan, and outside libraries, that a file imports when it is imported itself."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            if node.module == "pyscan":
+                found.update(f"pyscan.{alias.name}" for alias in node.names)
+    return found
+
+
+# The writing side knows torch; the reading side does not, nor the other way round: they meet in schema and codecs.
+READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
+READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
+WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
+
+
+@pytest.mark.parametrize("module", READING)
+def test_the_reading_side_imports_neither_torch_nor_the_writing_side(module: str) -> None:
+    imports = imports_of(ROOT / f"{module}.py")
+    assert not [name for name in imports if name.split(".")[0] in ("torch", "triton", "transformers")]
+    assert not imports & {f"pyscan.{name}" for name in [*WRITING, "engine", "_C", "writer"]}
+
+
+@pytest.mark.parametrize("module", WRITING)
+def test_the_writing_side_does_not_read(module: str) -> None:
+    assert not imports_of(ROOT / f"{module}.py") & {"pyscan.reader", "pyscan.run", "pyscan.frames", "pyscan.timeline"}
+
+
+def test_each_stage_knows_only_what_is_below_it() -> None:
+    assert not {name for name in imports_of(ROOT / "hooks.py") if "accumulate" in name or "capture" in name}
+    assert not {name for name in imports_of(ROOT / "capture.py") if "writer" in name or "scanner" in name}
+    assert not {name for name in imports_of(ROOT / "writer.py") if "torch" in name or "accumulate" in name}
+    for path in [*ROOT.glob("*.py"), *(ROOT / "commands").glob("*.py")]:
+        if path.name not in ("__main__.py", "__init__.py", "cli.py"):
+            assert "pyscan.cli" not in imports_of(path), path
