@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from make_scan import CREATED_NS, RUN_ID, make_schema
 
 import pyscan
 from pyscan import codecs
@@ -19,6 +18,7 @@ from pyscan import format as fmt
 from pyscan.errors import ScanFormatError
 from pyscan.payloads import TokenArray, decode_events, decode_tokens, encode_tokens
 from pyscan.schema import Channel, Layout, Merge, Mesh, Schema, SiteInfo
+from tests.make_scan import CREATED_NS, RUN_ID, make_schema
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_scan import RUN_ID, expected, make_schema, value
 
 import pyscan
 from pyscan.check import check
 from pyscan.rewrite import repair
 from pyscan.schema import Channel, Layout, Schema
+from tests.make_scan import RUN_ID, expected, make_schema, value
 
 native = pytest.importorskip("pyscan._C", reason="the compiled core is not built: python setup.py build_ext --inplace")
 if not hasattr(native, "Writer"):
