@@ -21,7 +21,7 @@ from typing import Any
 import atheris
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 import numpy  # noqa: E402, F401  # before instrumentation: only pyscan's own code is of interest
 
@@ -31,9 +31,8 @@ with atheris.instrument_imports(include=["pyscan"]):
     from pyscan.errors import ScanError, ScanFormatError
     from pyscan.reader import Run, open_buffer
 
-from make_scan import Builder, make_schema  # noqa: E402
-
 from pyscan.schema import Channel, Mesh  # noqa: E402
+from tests.make_scan import Builder, make_schema  # noqa: E402
 
 
 def seeds() -> list[bytes]:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from make_scan import Builder, make_schema
 
 from pyscan.version1 import HEADER, RECORD_DTYPE
+from tests.make_scan import Builder, make_schema
 
 DATA = Path(__file__).parent / "data"
 

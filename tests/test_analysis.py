@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from make_scan import Builder, make_cells, make_rows, make_schema, site
 
 import pyscan
 from pyscan import analysis, codecs
 from pyscan.codecs import ABSENT
 from pyscan.schema import Channel
+from tests.make_scan import Builder, make_cells, make_rows, make_schema, site
 
 NAN, INF = math.nan, math.inf
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_scan import Builder, make_cells, make_rows, make_schema, site
 
 import pyscan
 from pyscan import analysis, cli, codecs, tables
 from pyscan.commands import VERBS
 from pyscan.commands.show import Show
 from pyscan.schema import Channel, Mesh, SiteInfo
+from tests.make_scan import Builder, make_cells, make_rows, make_schema, site
 
 ROOT = Path(__file__).parent.parent
 SITES = ("model.layers.0.q.weight", "model.layers.0.k.weight", "model.layers.1.q.weight", "lm_head.weight")

@@ -6,13 +6,13 @@ import zlib
 
 import numpy as np
 import pytest
-from make_scan import Builder, expected, make_schema
 
 import pyscan
 from pyscan.check import check, check_buffer
 from pyscan.frames import ScanFile
 from pyscan.reader import open_buffer
 from pyscan.schema import Channel
+from tests.make_scan import Builder, expected, make_schema
 
 NAME = "model.layers.0.proj.weight"
 

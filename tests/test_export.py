@@ -5,12 +5,12 @@ import sys
 
 import numpy as np
 import pytest
-from make_scan import Builder, make_cells, make_rows, make_schema, site
 
 import pyscan
 from pyscan import codecs, export
 from pyscan.extras import MissingExtraError
 from pyscan.schema import Channel
+from tests.make_scan import Builder, make_cells, make_rows, make_schema, site
 
 pa = pytest.importorskip("pyarrow")
 

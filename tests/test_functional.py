@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import families
-import link
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pyscan import intercept, uses
 from pyscan.functional import FunctionalCapture
 from pyscan.sites import Site, find_sites
+from tests import families, link
 
 # Modules that a forward of the family does not call, and so sites that see nothing.
 UNCALLED = {"t5": {"shared.weight"}}

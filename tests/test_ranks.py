@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_scan import Builder, make_rows, site
 
 import pyscan
 from pyscan import codecs
 from pyscan.check import check
 from pyscan.ranks import rank_path
 from pyscan.schema import Channel, Merge, Mesh, Schema
+from tests.make_scan import Builder, make_rows, site
 
 CHANNELS = (
     Channel("act"),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_scan import Builder, expected, make_cells, make_rows, make_schema, site
 
 import pyscan
 from pyscan import codecs
@@ -18,6 +17,7 @@ from pyscan import format as fmt
 from pyscan.frames import ScanFile
 from pyscan.reader import open_buffer
 from pyscan.schema import Channel, Schema
+from tests.make_scan import Builder, expected, make_cells, make_rows, make_schema, site
 
 FIRST, SECOND = "model.layers.0.proj.weight", "model.layers.1.proj.weight"
 

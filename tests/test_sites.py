@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 
-import families
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations
 
 from pyscan.sites import Inventory, Site, find_sites
+from tests import families
 
 # What each family holds: a name, with {a,b} for alternatives and {0-3} for a range -> kind and how it is observed.
 Expected = dict[str, str]

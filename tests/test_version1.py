@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_scan import Builder
 
 import pyscan
 from pyscan.check import check
 from pyscan.convert import export_version1, import_version1
 from pyscan.reader import open_buffer
 from pyscan.version1 import HEADER, RECORD_DTYPE
+from tests.make_scan import Builder
 
 EVERY_VALUE = Path(__file__).parent / "data" / "every_value_v1.1.mscan"
 REAL = Path(__file__).parent.parent.parent / "shared" / "data" / "qwen3-1.7b_v1.1.mscan"
