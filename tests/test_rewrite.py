@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_reader import FIRST, assert_holds
 
 import pyscan
 from pyscan.check import check
@@ -15,6 +14,7 @@ from pyscan.rewrite import compact, merge, repair
 from pyscan.schema import Channel
 from tests.make_scan import Builder, expected, make_schema
 from tests.test_ranks import write_ddp, write_hybrid
+from tests.test_reader import FIRST, assert_holds
 
 
 def test_repair_keeps_all_that_is_whole_and_the_rows_of_the_tail(tmp_path: Path) -> None:
