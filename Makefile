@@ -7,7 +7,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
 PYTEST := $(BIN)/pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-all bench lint format sanitize wheel clean
+.PHONY: help build demo test test-all bench lint format sanitize fuzz wheel clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,14 @@ format: build  ## Bring all files into the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+# cmake comes with the tools.
+sanitize: $(VENV)/.tools  ## The core's tests under address, undefined-behaviour and thread sanitizers
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/native/run_sanitizers.sh
+
+fuzz: build  ## A million mutants for the reader; what it finds is left in build/fuzz
+	mkdir -p build/fuzz
+	cd build/fuzz && $(CURDIR)/$(BIN)/python $(CURDIR)/fuzz/fuzz_reader.py -runs=1000000
 
 wheel: $(VENV)/.tools  ## Build a wheel into dist/
 	rm -rf dist
