@@ -50,6 +50,14 @@ format: build  ## Bring all files into the house style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
 
+# cmake comes with the tools.
+sanitize: $(VENV)/.tools  ## The core's tests under address, undefined-behaviour and thread sanitizers
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/native/run_sanitizers.sh
+
+fuzz: build  ## A million mutants for the reader; what it finds is left in build/fuzz
+	mkdir -p build/fuzz
+	cd build/fuzz && $(CURDIR)/$(BIN)/python $(CURDIR)/fuzz/fuzz_reader.py -runs=1000000
+
 wheel: $(VENV)/.tools  ## Build a wheel into dist/
 	rm -rf dist
 	$(BIN)/pip wheel -q --no-build-isolation --no-deps -w dist .

@@ -1,8 +1,8 @@
 """Reading the history of one site: version 2, column-major in frames of 64 rows, beside version 1.1, records of 12
 bytes.
 
-`pytest benchmarks/bench_reader.py --benchmark-enable` times both sides; `python benchmarks/bench_reader.py [cells]`
-prints medians.
+`pytest benchmarks/bench_reader.py --benchmark-enable -s` times both sides and prints their ratio, as does
+`python benchmarks/bench_reader.py [cells]`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pyscan.version1 import HEADER, RECORD_DTYPE
 
 NUM_STEPS = 10_000
 BLOCKS = 16
+FULL_CELLS = 10_754
 
 
 def make_pair(folder: Path, num_cells: int) -> tuple[Path, Path]:
@@ -67,68 +68,87 @@ def _write_version2(path: Path, codes: np.ndarray, num_sites: int) -> None:
         writer.index()
 
 
-def history_version1(path: Path, site: int) -> np.ndarray:
-    """How one extracts a history from records: map the file, pick the site's, put them in their places."""
+def map_version1(path: Path) -> np.ndarray:
     with path.open("rb") as file:
         start = HEADER.unpack(file.read(HEADER.size))[2]
-    records = np.memmap(path, RECORD_DTYPE, "r", offset=start)
+    return np.memmap(path, RECORD_DTYPE, "r", offset=start)
+
+
+def history_version1(records: np.ndarray, site: int) -> np.ndarray:
+    """How one extracts a history from records: pick those of the site, put them in their places."""
     mine = records[records["param_id"] == site]
     history = np.zeros((NUM_STEPS, BLOCKS), np.float32)
     history[mine["token_idx"], mine["block_idx"]] = mine["activation"]
     return history
 
 
-def history_version2(path: Path, site: int) -> np.ndarray:
-    """Open, check the chunks it touches, decode."""
+def history_version2(run: pyscan.Run, site: int) -> np.ndarray:
+    """Check the chunks it touches, decode."""
+    return run.act(f"layers.{site}.proj", blocks=True)
+
+
+def open_and_read(path: Path, site: int) -> np.ndarray:
     with pyscan.open(path) as run:
-        return run.act(f"layers.{site}.proj", blocks=True)
+        return history_version2(run, site)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return make_pair(tmp_path_factory.mktemp("bench"), 640)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """At full size only where it is timed."""
+    num_cells = 640 if request.config.getoption("benchmark_disable") else FULL_CELLS
+    return make_pair(tmp_path_factory.mktemp("bench"), num_cells)
 
 
 def test_both_versions_give_the_same_history(pair: tuple[Path, Path]) -> None:
+    records = map_version1(pair[0])
     for site in (0, 17, 39):
-        assert np.array_equal(history_version1(pair[0], site), history_version2(pair[1], site))
+        assert np.array_equal(history_version1(records, site), open_and_read(pair[1], site))
 
 
 def test_history_version1(benchmark: Callable, pair: tuple[Path, Path]) -> None:
-    benchmark(history_version1, pair[0], 17)
+    benchmark(history_version1, map_version1(pair[0]), 17)
 
 
 def test_history_version2(benchmark: Callable, pair: tuple[Path, Path]) -> None:
-    benchmark(history_version2, pair[1], 17)
+    benchmark(open_and_read, pair[1], 17)
 
 
 def test_history_version2_of_an_open_run(benchmark: Callable, pair: tuple[Path, Path]) -> None:
     with pyscan.open(pair[1]) as run:
-        benchmark(run.act, "layers.17.proj", blocks=True)
+        benchmark(history_version2, run, 17)
 
 
-def compare(num_cells: int, rounds: int = 9) -> None:
-    """Medians, interleaved, with the 20th and 80th percentile."""
-    with tempfile.TemporaryDirectory() as folder:
-        one, two = make_pair(Path(folder), num_cells)
-        opened = pyscan.open(two)
-        calls = {
-            "version 1.1 records": lambda site: history_version1(one, site),
-            "version 2, open + act": lambda site: history_version2(two, site),
-            "version 2, act": lambda site: opened.act(f"layers.{site}.proj", blocks=True),
-        }
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for i in range(rounds):
-            for name, call in calls.items():
-                started = time.perf_counter()
-                call(i)
-                times[name].append(time.perf_counter() - started)
-        slow = statistics.median(times["version 1.1 records"])
-        print(f"{NUM_STEPS} steps x {num_cells} cells, a site of {BLOCKS} blocks")
-        for name, found in times.items():
-            low, middle, high = np.percentile(found, [20, 50, 80]) * 1e3
-            print(f"{name:24s} {middle:9.2f} ms  [{low:.2f}, {high:.2f}]  x{slow / middle * 1e3:.0f}")
+def test_ratio_of_first_reads(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> None:
+    """Sites read for the first time, their checksums included; the promise is a factor of 50 at full size."""
+    timed = not request.config.getoption("benchmark_disable")
+    ratio = compare(*pair, rounds=15 if timed else 1)
+    assert ratio >= 50 or not timed
+
+
+def compare(one: Path, two: Path, rounds: int) -> float:
+    """Print medians with the 20th and 80th percentile, interleaved; both files are open before. Returns the ratio."""
+    records, run = map_version1(one), pyscan.open(two)
+    history_version1(records, 0), history_version2(run, 0)  # pages of the first, row table of the second
+    calls = {
+        "version 1.1 records": lambda site: history_version1(records, site),
+        "version 2, open + act": lambda site: open_and_read(two, site),
+        "version 2, act": lambda site: history_version2(run, site),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for site in range(1, rounds + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call(site)
+            times[name].append(time.perf_counter() - started)
+    slow = statistics.median(times["version 1.1 records"])
+    print(f"\n{NUM_STEPS} steps x {len(records) // NUM_STEPS} cells, a site of {BLOCKS} blocks")
+    for name, found in times.items():
+        low, middle, high = np.percentile(found, [20, 50, 80]) * 1e3
+        print(f"{name:24s} {middle:9.2f} ms  [{low:.2f}, {high:.2f}]  x{slow / middle * 1e3:.0f}")
+    run.close()
+    return slow / statistics.median(times["version 2, act"])
 
 
 if __name__ == "__main__":
-    compare(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    with tempfile.TemporaryDirectory() as folder:
+        compare(*make_pair(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else FULL_CELLS), rounds=15)

@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pyscan.schema import Channel, Schema, SiteInfo
 from pyscan.writer import Writer
 from tests import decode
 
 NUM_CELLS = 10_754
 ROUNDS = 1000
-SCHEMA = {
-    "model": "bench",
-    "channels": [{"name": "act", "per": "block", "codec": "log2q8", "transform": "root", "op": "sumsq"}],
-    "sites": [{"name": "w", "kind": "linear", "shape": [8, 64], "dtype": "f32", "blocks": NUM_CELLS}],
-}
+SCHEMA = Schema("bench", (Channel("act"),), (SiteInfo("w", "linear", (8, 64 * NUM_CELLS), "float32", NUM_CELLS),))
 
 
 @pytest.fixture

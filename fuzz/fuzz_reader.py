@@ -36,9 +36,10 @@ from tests.make_scan import Builder, make_schema  # noqa: E402
 
 
 def seeds() -> list[bytes]:
-    """Small files: every kind of frame, with and without index, resumed, torn, with a tail, and version 1.1."""
+    """Small files: every kind of frame, with and without index, resumed, torn, regrouped, with a tail, version 1.1."""
     channels = (Channel("act"), Channel("grad"), Channel("bad", "site", "f32", "plain", "add"))
     schema = make_schema((2, 1), channels)
+    regrouped = make_schema((3, 1, 1), (Channel("act", "site"), Channel("grad", codec="u16"), Channel("bad")))
     mesh = make_schema((1,), channels, world=2, mesh=Mesh(("dp",), (2,), (0,)))
     tail = Builder(schema).steps([1, 2]).tail_rows([3]).tail_rows([4, 5])
     v1 = {
@@ -50,6 +51,7 @@ def seeds() -> list[bytes]:
         bytes(Builder(schema).steps([1, 2, 3]).event("x", 2).tokens(2).steps([4]).index().main),
         bytes(Builder(schema).steps([1, 2, 3]).event("x", 2).tokens(2).steps([2, 3], resumed=True).main),
         bytes(Builder(mesh).steps([1]).new_schema(schema).steps([2]).tear(90).steps([2, 3], resumed=True).main),
+        bytes(Builder(schema).steps([1, 2]).new_schema(regrouped).steps([3]).new_schema(schema).steps([4]).main),
         _join(bytes(tail.main), bytes(tail.tail)),
         version1_file(v1, [(0, 0, 0, 1, 2), (0, 1, 0, 3, 4), (1, 0, 1, 65535, 0)]),
     ]
@@ -139,6 +141,9 @@ WORDS = [
     b"99999999999",
     b'"act"',
     b"NaN",
+    b'"site"',
+    b'"block"',
+    b'"u16"',
     b"\\ud800",
     b"TAIL",
 ]

@@ -73,6 +73,13 @@ def _export_codec(run: Run) -> str:
     names = {channel.name for channel in run.channels}
     if not names.issuperset(FIELDS):
         raise ScanError(f"a version 1.1 file has the channels act and grad, this run has {', '.join(sorted(names))}")
+    pers = {run.channel(name).per for name in FIELDS}
+    if len(pers) > 1:
+        raise ScanError(
+            "a version 1.1 record holds act and grad of one block, so both must be per block or both per site; "
+            f"this run has act per {run.channel('act').per} and grad per {run.channel('grad').per}: "
+            "export it to parquet or csv"
+        )
     kinds = {run.channel(name).codec for name in FIELDS}
     imported = bool(version1_part(run.metadata)) and kinds == {"f32"}
     return "u16" if kinds == {"u16"} or imported else "log2q8"

@@ -8,7 +8,6 @@ After `attach` has returned nothing here stops a training run: the first error t
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import sys
 import time
@@ -98,9 +97,7 @@ class Scanner:
         self._refuse_second_scan()
         self.schema = self._schema()
         self.path = None if path is None else rank_path(Path(path))
-        self._writer = (
-            None if self.path is None else Writer(self.path, json.loads(self.schema.to_json()), resume=config.resume)
-        )
+        self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
@@ -356,7 +353,7 @@ class Scanner:
         self.schema = self._schema()
         self._watch_sites()
         if self._writer is not None:
-            self._writer.change_schema(json.loads(self.schema.to_json()))
+            self._writer.change_schema(self.schema)
         new = {site.name for site in self._inventory.sites}
         self._event("model_changed", added=sorted(new - old), removed=sorted(old - new))
 

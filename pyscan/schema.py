@@ -173,6 +173,11 @@ class Layout:
         starts = self._starts[channel]
         return starts[site], starts[site + 1]
 
+    def packing(self) -> list[tuple[str, str, int]]:
+        """Codec, transform and number of cells of each channel, in the order of a row."""
+        cells = zip(self.schema.channels, self.num_cells, strict=True)
+        return [(channel.codec, channel.transform, num_cells) for channel, num_cells in cells]
+
     def sections(self, rows: int) -> tuple[list[int], int]:
         """Payload offset of each channel's section, and the payload's length, for a frame of so many rows."""
         if rows not in self._sections:

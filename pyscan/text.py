@@ -78,7 +78,7 @@ def factor(log2: float) -> str:
         return "-"
     value = 2 ** min(abs(log2), 1000)
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return ("x" if log2 >= 0 else "/") + (f"{value:.{digits}f}" if value < 1e4 else f"{value:.0e}")
+    return ("x" if log2 >= 0 else "/") + (f"{value:.{digits}f}" if value < 99_999.5 else f"{value:.0e}")
 
 
 def fit(names: Sequence[str], width: int) -> list[str]:

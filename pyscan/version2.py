@@ -200,7 +200,7 @@ class FileRun(Run):
         """Per schema: cells as stored [cells, rows], which are lost to damage, codec, place of the first row."""
         for layout, group in groupby(self.timeline.overlapping(start, stop), key=lambda segment: segment.part.layout):
             number, place = layout.channel_index.get(channel.name), layout.site_index.get(site.name)
-            if number is None or place is None:
+            if number is None or place is None or layout.schema.channels[number].per != channel.per:
                 continue
             segments = list(group)
             first, last = max(segments[0].start, start), min(segments[-1].stop, stop)

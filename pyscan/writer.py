@@ -1,7 +1,7 @@
 """Rows of cells into an `.mscan` file.
 
-Takes the schema of FORMAT.md as a dict and one float64 array per step; the compiled writer packs and writes them on a
-thread of its own. The first error of the disk becomes one warning, after which every call is cheap and does nothing.
+Takes a `Schema` and one float64 array per step; the compiled writer packs and writes them on a thread of its own. The
+first error of the disk becomes one warning, after which every call is cheap and does nothing.
 """
 
 from __future__ import annotations
@@ -23,32 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyscan import _C
-
-Schema = Mapping[str, Any]
-Layout = list[tuple[str, str, int]]
+from pyscan.schema import Layout, Schema
 
 SKIPPED = 1  # row flags of FORMAT.md that the caller decides about
 AFTER_CLIP = 2
-
-_CELLS_OF = {"block": "blocks", "row_block": "row_blocks"}
 
 
 def encode_json(value: Mapping[str, Any]) -> bytes:
     """One line of UTF-8, the same bytes for the same value. NaN and infinity are refused: they are not JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-
-def layout_of(schema: Schema) -> Layout:
-    """Codec, transform and number of cells of each channel, in the order of a row."""
-    layout: Layout = []
-    for channel in schema["channels"]:
-        per = channel["per"]
-        if per not in ("block", "row_block", "site"):
-            raise ValueError(f"per must be block, row_block or site, got {per!r} in channel {channel['name']!r}")
-        key = _CELLS_OF.get(per)
-        num_cells = len(schema["sites"]) if key is None else sum(site.get(key, 0) for site in schema["sites"])
-        layout.append((channel["codec"], channel["transform"], num_cells))
-    return layout
 
 
 class Writer:
@@ -70,14 +53,14 @@ class Writer:
         previous = _previous_schema(self.path, schema) if resume else None
         self._writer = _C.Writer(
             os.fspath(self.path),
-            encode_json(schema),
-            layout_of(schema),
+            schema.to_json(),
+            Layout(schema).packing(),
             secrets.token_bytes(16) if run_id is None else run_id,
             flush_seconds=flush_seconds,
             fsync=fsync,
             queue_rows=queue_rows,
             resume=resume,
-            previous_layout=[] if previous is None else layout_of(previous),
+            previous_layout=[] if previous is None else Layout(previous).packing(),
         )
         # The process may end without close(); the thread must not outlive the interpreter with rows in its queue.
         self._at_exit = _close_at_exit(self)
@@ -110,7 +93,7 @@ class Writer:
 
     def change_schema(self, schema: Schema) -> bool:
         """Close the rows so far; the rows that follow have the cells of the new schema."""
-        return self._writer.schema(encode_json(schema), layout_of(schema)) or self._refused()
+        return self._writer.schema(schema.to_json(), Layout(schema).packing()) or self._refused()
 
     def flush(self, *, wait: bool = True) -> bool:
         """Bring every row handed over so far into a file, where a kill does not reach it."""
@@ -169,14 +152,15 @@ class Writer:
         return False
 
 
-def _previous_schema(path: Path, schema: Schema) -> dict[str, Any] | None:
+def _previous_schema(path: Path, schema: Schema) -> Schema | None:
+    """The schema that governs the end of the file; None if there is no file yet, or nothing in it."""
     encoded = _C.last_schema(os.fspath(path))
     if not encoded:
         return None
-    previous: dict[str, Any] = json.loads(encoded)
-    if previous.get("model") != schema.get("model"):
+    previous = Schema.from_json(encoded)
+    if previous.model != schema.model:
         raise ValueError(
-            f"{path} holds a scan of the model {previous.get('model')!r}, got {schema.get('model')!r}; "
+            f"{path} holds a scan of the model {previous.model!r}, got {schema.model!r}; "
             "choose another path, or resume with the same model"
         )
     return previous

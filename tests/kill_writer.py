@@ -11,16 +11,13 @@ import time
 
 import numpy as np
 
+from pyscan.schema import Channel, Schema, SiteInfo
 from pyscan.writer import Writer
 
 FLUSH_SECONDS = 0.2
 NUM_CELLS = 300
 MOST_ROWS = 4000
-SCHEMA = {
-    "model": "killed",
-    "channels": [{"name": "act", "per": "block", "codec": "log2q8", "transform": "root", "op": "sumsq"}],
-    "sites": [{"name": "w", "kind": "linear", "shape": [8, 64], "dtype": "f32", "blocks": NUM_CELLS}],
-}
+SCHEMA = Schema("killed", (Channel("act"),), (SiteInfo("w", "linear", (8, 64 * NUM_CELLS), "float32", NUM_CELLS),))
 
 
 def cells_of(step: int) -> np.ndarray:

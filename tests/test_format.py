@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from pathlib import Path
 
@@ -56,29 +55,6 @@ def test_frame_takes_the_space_the_document_says(size: int) -> None:
     frame = fmt.decode_frame(memoryview(data), 0, RUN_ID)
     assert isinstance(frame, fmt.Frame)
     assert frame.end == len(data) == 64 + -(-4 * -(-size // 4096) // 64) * 64 + -(-size // 64) * 64
-
-
-def test_constants_are_those_of_the_document_and_of_the_compiled_writer() -> None:
-    document = (ROOT / "FORMAT.md").read_text()
-    kinds = re.search(r"Kinds: (.+?)\. Frame flags", document, re.S)[1]
-    assert {name: int(n) for n, name in re.findall(r"(\d) (\w+)", kinds)} == {
-        "schema": fmt.KIND_SCHEMA,
-        "steps": fmt.KIND_STEPS,
-        "events": fmt.KIND_EVENTS,
-        "tokens": fmt.KIND_TOKENS,
-        "index": fmt.KIND_INDEX,
-    }
-    flags = re.search(r"Row flags: (.+?)\. A field", document, re.S)[1]
-    assert [int(n) for n in re.findall(r"(?<!\w)(\d+) (?:skipped|after|resumed|has)", flags)] == [
-        fmt.ROW_SKIPPED,
-        fmt.ROW_AFTER_CLIP,
-        fmt.ROW_RESUMED,
-        *fmt.KNOWN_FLAG.values(),
-    ]
-    assert f"{codecs.CODE_ZERO} zero, {codecs.CODE_ABSENT} absent" in document
-    assert f"{codecs.CODE_NAN} NaN, {codecs.CODE_INFINITY} infinity" in document
-    assert fmt.ROW_DTYPE.itemsize == fmt.INDEX_DTYPE.itemsize == 48
-    assert hex(codecs.ABSENT_BITS) in document
 
 
 def test_a_million_norms_come_back_within_the_promised_error() -> None:

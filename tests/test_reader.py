@@ -307,6 +307,19 @@ def test_a_run_that_is_still_written_is_followed_without_missing_or_doubling_a_r
     assert run.damage == []
 
 
+@pytest.mark.parametrize("pers", [("block", "site"), ("site", "block")])
+def test_cells_of_a_schema_that_groups_a_channel_otherwise_are_absent(tmp_path: Path, pers: tuple[str, str]) -> None:
+    first, second = (make_schema((3, 1), (Channel("act", per=per), Channel("grad"))) for per in pers)
+    path = Builder(first).steps([1, 2]).new_schema(second).steps([3, 4]).save(tmp_path / "run.mscan")
+    with pyscan.open(path) as run:
+        values = run.act(FIRST, blocks=True)
+        assert np.array_equal(values[2:], expected(second, "act", FIRST, [3, 4]))
+        assert pyscan.is_absent(values[:2]).all()
+        assert np.array_equal(run.grad(FIRST, blocks=True), expected(first, "grad", FIRST, [1, 2, 3, 4]))
+        assert (run.codes("act", FIRST)[:2] == -32767).all()
+        assert pyscan.is_absent(run.act(FIRST)).tolist() == [True, True, False, False]
+
+
 def test_refresh_sees_resume_new_schema_and_close(tmp_path: Path) -> None:
     builder = Builder(make_schema((2,)))
     writer = Appender(tmp_path / "run.mscan", builder)

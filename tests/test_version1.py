@@ -11,9 +11,11 @@ import pytest
 import pyscan
 from pyscan.check import check
 from pyscan.convert import export_version1, import_version1
+from pyscan.errors import ScanError
 from pyscan.reader import open_buffer
+from pyscan.schema import Channel
 from pyscan.version1 import HEADER, RECORD_DTYPE
-from tests.make_scan import Builder
+from tests.make_scan import Builder, make_schema
 
 EVERY_VALUE = Path(__file__).parent / "data" / "every_value_v1.1.mscan"
 REAL = Path(__file__).parent.parent.parent / "shared" / "data" / "qwen3-1.7b_v1.1.mscan"
@@ -140,6 +142,25 @@ def test_log2q8_codes_are_exported_with_an_offset_that_the_json_names(tmp_path: 
         assert np.array_equal(stored.reshape(codes.shape), codes)
     import_version1(tmp_path / "one.mscan", tmp_path / "two.mscan")
     assert np.array_equal(pyscan.open(tmp_path / "two.mscan").act(run.sites[1].name), run.act(run.sites[1].name))
+
+
+@pytest.mark.parametrize(("act", "grad"), [("site", "block"), ("block", "site")])
+def test_act_and_grad_of_different_grain_are_refused_with_the_rule(tmp_path: Path, act: str, grad: str) -> None:
+    schema = make_schema((3, 1), (Channel("act", per=act), Channel("grad", per=grad)))
+    path = Builder(schema).steps([1, 2]).save(tmp_path / "run.mscan")
+    with pytest.raises(ScanError, match=f"this run has act per {act} and grad per {grad}"):
+        export_version1(path, tmp_path / "one.mscan")
+    assert not (tmp_path / "one.mscan").exists()
+
+
+def test_act_and_grad_per_site_give_one_record_per_site_and_row(tmp_path: Path) -> None:
+    schema = make_schema((3, 1), (Channel("act", per="site"), Channel("grad", per="site")))
+    path = Builder(schema).steps([1, 2]).save(tmp_path / "run.mscan")
+    export_version1(path, tmp_path / "one.mscan")
+    with pyscan.open(path) as run, pyscan.open(tmp_path / "one.mscan") as exported:
+        for site in run.sites:
+            assert np.array_equal(exported.act(site.name, blocks=True), run.act(site.name, blocks=True))
+            assert np.array_equal(exported.grad(site.name, blocks=True), run.grad(site.name, blocks=True))
 
 
 @pytest.mark.parametrize("cut", [0, 5, 7, 14, 15, 40, 200])

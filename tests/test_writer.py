@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from pyscan import _C
+from pyscan.schema import Channel, Schema, SiteInfo
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 from tests import decode as dec
 from tests.writer_cases import (
     RUN_ID,
-    channel,
+    as_json,
     check_cells,
     make_schema,
     row_of,
@@ -142,7 +143,7 @@ def test_a_new_schema_closes_the_rows_before_it(tmp_path: Path) -> None:
         for step in range(10, 14):
             assert writer.write(step, row_of(step, second))
     decoded = dec.decode(path)
-    assert decoded.schemas == [first, second]
+    assert decoded.schemas == [as_json(first), as_json(second)]
     assert [frame.kind for frame in decoded.frames] == [dec.SCHEMA, dec.STEPS, dec.SCHEMA, dec.STEPS, dec.INDEX]
     old, new = ({n: row for n, row in decoded.rows.items() if (n < 10) == early} for early in (True, False))
     check_cells(dec.Decoded(b"", rows=old), first)
@@ -174,12 +175,12 @@ def test_names_of_any_script_survive(tmp_path: Path) -> None:
     path.parent.mkdir()
     schema = make_schema(model="模型 🚀", metadata={"note": 'line\nbreak "quoted"'})
     Writer(path, schema).close()
-    assert dec.decode(path).schemas == [schema]
+    assert dec.decode(path).schemas == [as_json(schema)]
 
 
 def test_a_million_sites_are_written_in_reasonable_time(tmp_path: Path) -> None:
-    sites = [{"name": f"layers.{i}.weight", "blocks": 1} for i in range(1_000_000)]
-    schema = {"model": "wide", "channels": [channel("act", "block")], "sites": sites}
+    sites = (SiteInfo(f"layers.{i}.weight", "linear", (8, 64), "float32", 1) for i in range(1_000_000))
+    schema = Schema("wide", (Channel("act"),), tuple(sites))
     start = time.monotonic()
     with Writer(tmp_path / "run.mscan", schema, fsync="never") as writer:
         for step in range(3):
@@ -193,7 +194,7 @@ def test_a_million_sites_are_written_in_reasonable_time(tmp_path: Path) -> None:
 
 
 def bytes_per_value(path: Path, cells: int, rows: int, flush_every_row: bool) -> float:
-    schema = {"model": "m", "channels": [channel("act", "block")], "sites": [{"name": "w", "blocks": cells}]}
+    schema = Schema("m", (Channel("act"),), (SiteInfo("w", "linear", (8, 64 * cells), "float32", cells),))
     row = np.ones(cells)
     with Writer(path, schema, flush_seconds=0.2, fsync="never") as writer:
         for step in range(rows):

@@ -39,11 +39,12 @@ def test_paths_that_cannot_be_written_are_refused_early(tmp_path: Path) -> None:
 def test_a_read_only_directory_is_refused_early() -> None:
     code = """if True:
         import os, sys
+        from pyscan.schema import Schema
         from pyscan.writer import Writer
         if os.getuid() == 0:
             os.setuid(65534)
         try:
-            Writer(sys.argv[1], {"model": "m", "channels": [], "sites": []})
+            Writer(sys.argv[1], Schema("m", (), ()))
         except PermissionError as error:
             print("refused", error.filename)
     """
@@ -71,11 +72,12 @@ def test_a_removed_directory_turns_the_writer_off_with_one_warning(tmp_path: Pat
 LIMITED = """if True:
     import json, os, resource, signal, sys, warnings
     sys.path.insert(0, sys.argv[3])
+    from pyscan.schema import Schema
     from pyscan.writer import Writer
     from tests.writer_cases import row_of, fill_until_error
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
-    schema = json.loads(sys.argv[2])
+    schema = Schema.from_json(sys.argv[2].encode())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -94,7 +96,7 @@ LIMITED = """if True:
 def test_a_file_size_limit_kills_nobody_and_loses_no_flushed_row(tmp_path: Path, limit: int) -> None:
     """With the default action of SIGXFSZ, which ends a process: the signal must never be delivered."""
     path, schema = tmp_path / "run.mscan", make_schema((100,))
-    result = run_python(LIMITED, str(path), json.dumps(schema), str(ROOT), str(limit))
+    result = run_python(LIMITED, str(path), schema.to_json().decode(), str(ROOT), str(limit))
     assert result.returncode == 0, (result.returncode, result.stderr)
     report = json.loads(result.stdout)
     assert "File too large" in report["error"]
@@ -112,7 +114,7 @@ def test_a_file_size_limit_kills_nobody_and_loses_no_flushed_row(tmp_path: Path,
 @pytest.mark.parametrize("limit", [0, 10, 64, 200])
 def test_a_file_that_cannot_even_begin_is_not_left_behind(tmp_path: Path, limit: int) -> None:
     path = tmp_path / "run.mscan"
-    result = run_python(LIMITED, str(path), json.dumps(make_schema()), str(ROOT), str(limit))
+    result = run_python(LIMITED, str(path), make_schema().to_json().decode(), str(ROOT), str(limit))
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == {"errno": errno.EFBIG, "exists": False}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import resource
@@ -16,12 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyscan.writer import Writer, encode_json, layout_of
+from pyscan.writer import Writer, encode_json
 from tests import decode as dec
 from tests.writer_cases import (
     ROOT,
     RUN_ID,
-    channel,
     check_cells,
     make_schema,
     row_of,
@@ -118,9 +116,10 @@ def test_a_forked_child_changes_nothing_and_ends(tmp_path: Path, ending: str) ->
     code = f"""if True:
         import json, os, sys
         sys.path.insert(0, sys.argv[3])
+        from pyscan.schema import Schema
         from pyscan.writer import Writer
         from tests.writer_cases import row_of
-        schema = json.loads(sys.argv[2])
+        schema = Schema.from_json(sys.argv[2].encode())
         writer = Writer(sys.argv[1], schema, flush_seconds=1000)
         for step in range(40):
             writer.write(step, row_of(step, schema))
@@ -139,7 +138,7 @@ def test_a_forked_child_changes_nothing_and_ends(tmp_path: Path, ending: str) ->
         assert writer.error is None
     """
     path, schema = tmp_path / "run.mscan", make_schema()
-    result = run_python(code, str(path), json.dumps(schema), str(ROOT))
+    result = run_python(code, str(path), schema.to_json().decode(), str(ROOT))
     assert result.returncode == 0, result.stderr
     decoded = dec.decode(path)
     assert decoded.steps == list(range(40))
@@ -151,8 +150,9 @@ def test_a_child_neither_releases_the_lock_nor_keeps_it(tmp_path: Path) -> None:
     code = """if True:
         import json, os, signal, sys, time
         sys.path.insert(0, sys.argv[3])
+        from pyscan.schema import Schema
         from pyscan.writer import Writer
-        writer = Writer(sys.argv[1], json.loads(sys.argv[2]))
+        writer = Writer(sys.argv[1], Schema.from_json(sys.argv[2].encode()))
         if os.fork() == 0:
             writer.close()
             del writer
@@ -165,7 +165,7 @@ def test_a_child_neither_releases_the_lock_nor_keeps_it(tmp_path: Path) -> None:
     """
     path, schema = tmp_path / "run.mscan", make_schema()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, str(path), json.dumps(schema), str(ROOT)]
+    command = [sys.executable, "-c", code, str(path), schema.to_json().decode(), str(ROOT)]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None
         assert parent.stdout is not None
@@ -194,16 +194,17 @@ def test_a_process_that_ends_without_close_leaves_a_closed_file(tmp_path: Path, 
     code = f"""if True:
         import json, sys
         sys.path.insert(0, sys.argv[3])
+        from pyscan.schema import Schema
         from pyscan.writer import Writer
         from tests.writer_cases import row_of
-        schema = json.loads(sys.argv[2])
+        schema = Schema.from_json(sys.argv[2].encode())
         writer = Writer(sys.argv[1], schema, flush_seconds=1000)
         for step in range(10):
             writer.write(step, row_of(step, schema))
         {ending}
     """
     path, schema = tmp_path / "run.mscan", make_schema()
-    run_python(code, str(path), json.dumps(schema), str(ROOT))
+    run_python(code, str(path), schema.to_json().decode(), str(ROOT))
     decoded = dec.decode(path)
     assert decoded.steps == list(range(10))
     assert decoded.frames[-1].kind == dec.INDEX
@@ -242,12 +243,10 @@ def test_every_fsync_mode_writes_the_same_file(tmp_path: Path, fsync: str) -> No
     assert decoded.steps == list(range(70))
 
 
-def test_the_schema_is_one_line_of_plain_json() -> None:
+def test_an_event_is_one_line_of_plain_json() -> None:
     assert encode_json({"a": [1, 2.5], "é": None}) == '{"a":[1,2.5],"é":null}'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode_json({"a": math.nan})
-    with pytest.raises(ValueError, match="per must be block, row_block or site, got 'head' in channel 'x'"):
-        layout_of({"channels": [channel("x", "head")], "sites": []})
 
 
 def test_the_writer_needs_no_tensor_library() -> None:

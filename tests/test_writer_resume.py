@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import pyscan
 from pyscan.writer import Writer
 from tests import decode as dec
 from tests.writer_cases import (
     RUN_ID,
+    as_json,
     check_cells,
     crash,
     make_schema,
@@ -64,6 +66,22 @@ def test_resume_of_a_path_that_does_not_exist_begins_a_file(tmp_path: Path) -> N
     assert [row["flags"] for row in dec.decode(path).rows.values()] == [16] * 3
 
 
+def test_resume_with_other_versions_metadata_and_every_goes_on_with_the_same_cells(tmp_path: Path) -> None:
+    path, schema = tmp_path / "run.mscan", make_schema(versions={"torch": "2.6"})
+    crash(path, schema, 20)
+    later = make_schema(versions={"torch": "2.7"}, metadata={"host": "b"}, every=5)
+    with Writer(path, later, resume=True) as writer:
+        assert writer.last_step == 19
+        write_rows(writer, later, range(20, 90))
+    decoded = dec.decode(path)
+    assert decoded.schemas == [as_json(schema), as_json(later)]
+    check_cells(decoded, schema)
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(90))
+        assert (run.every, run.versions, run.metadata) == (5, {"torch": "2.7"}, {"host": "b"})
+        assert not pyscan.is_absent(run.get("exact", "layer.0", blocks=True)).any()
+
+
 def test_resume_with_changed_sites_writes_a_schema_and_another_model_is_refused(tmp_path: Path) -> None:
     path, schema, wider = tmp_path / "run.mscan", make_schema(), make_schema((3, 2))
     with Writer(path, schema) as writer:
@@ -75,7 +93,7 @@ def test_resume_with_changed_sites_writes_a_schema_and_another_model_is_refused(
     with Writer(path, wider, resume=True) as writer:
         write_rows(writer, wider, range(5, 8))
     decoded = dec.decode(path)
-    assert decoded.schemas == [schema, wider]
+    assert decoded.schemas == [as_json(schema), as_json(wider)]
     assert decoded.steps == list(range(8))
 
 
