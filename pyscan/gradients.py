@@ -138,6 +138,7 @@ class GradientReader:
         """Read what is due and not read, or changed since it was."""
         start = _clock()
         try:
+            self._on_read()  # also when nothing is due: a recompute has left its last input
             self._read_many(self._due(self._dirty.pop(task, [])))
         except Exception as error:
             self._on_error(error)
@@ -179,7 +180,6 @@ class GradientReader:
             else:
                 self._read(weight)
         if sites:
-            self._on_read()
             self._buffer.set_grads(sites, addresses)
 
     def _read(self, weight: Weight) -> None:
