@@ -16,10 +16,16 @@ from pyscan.gradients import make_nothing, nothing
 
 
 class ForwardWatch:
-    """Hooks on the model itself. `on_begin(mask)` and `on_end()` must not raise."""
+    """Hooks on the model itself; what goes wrong in them is given to `on_error`."""
 
     def __init__(
-        self, model: nn.Module, mask: str | None, on_begin: Callable[[Tensor | None], None], on_end: Callable[[], None]
+        self,
+        model: nn.Module,
+        mask: str | None,
+        *,
+        on_begin: Callable[[Tensor | None], None],
+        on_end: Callable[[], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self._mask = mask
         self._on_begin = on_begin
@@ -27,8 +33,8 @@ class ForwardWatch:
         self._losses: list[Tensor] = []
         self._num_tokens: int | None = None
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
-            model.register_forward_hook(_Hook(self._after)),
+            model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._after, on_error)),
         ]
 
     def remove(self) -> None:
@@ -48,7 +54,8 @@ class ForwardWatch:
         mask = mask.bool() if isinstance(mask, Tensor) else None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.ndim >= 1 and not ids.is_floating_point():
-            count = int(mask.sum()) if mask is not None and mask.shape == ids.shape else ids.numel()
+            is_masked = mask is not None and mask.shape == ids.shape and _has_value(mask)
+            count = int(mask.sum()) if mask is not None and is_masked else ids.numel()
             self._num_tokens = (self._num_tokens or 0) + count
         self._on_begin(mask)
 
@@ -56,20 +63,31 @@ class ForwardWatch:
         if not torch.is_grad_enabled():
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss):
             self._losses.append(loss.detach())
         self._on_end()
+
+
+def _has_value(x: Tensor) -> bool:
+    """Not so for what stands in for a tensor inside a transform, or while only shapes are computed."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not (x.is_meta or is_wrapped or isinstance(x, torch._subclasses.FakeTensor))
 
 
 class _Hook:
     """Calls a method of the watch; in copies of the model, nothing; while the model is compiled, nothing either."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None], on_error: Callable[[Exception], None]) -> None:
         self._call = call
+        self._on_error = on_error
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        try:
             self._call(*args)
+        except Exception as error:
+            self._on_error(error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing

@@ -2,8 +2,8 @@
 
 Receives the parameters of the sites, notes when autograd has added to a gradient, and reads it into the step buffer: at
 once, while it is hot in the cache, if it is large and nothing changes it afterwards; else at the end of the backward,
-all small ones together. With several
-backwards per step only the last one is read; how many there are is known from the step before.
+all small ones together. With several backwards per step only the last one is read; how many there are is known from
+the step before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL_BYTES = 1 << 18
 class Weight:
     """A parameter with the sites it fills and what is known of its gradient in this step."""
 
-    __slots__ = ("expected", "is_simple", "is_small", "members", "num_backwards", "parameter", "read", "stolen")
+    __slots__ = ("announced", "expected", "is_small", "members", "num_backwards", "parameter", "read", "stolen")
 
     def __init__(self, parameter: nn.Parameter, members: list[tuple[int, Site]]) -> None:
         self.parameter = parameter
@@ -39,9 +39,10 @@ class Weight:
         self.expected = 0  # in the step before; 0: not known
         self.read: tuple[int, int] | None = None  # (address, version) of the gradient in the buffer
         self.stolen = False  # something takes the gradient away inside the backward
-        # One site that is the whole parameter: its gradient needs nothing but an address.
-        self.is_simple = len(members) == 1 and parameter.ndim == 2 and parameter.dtype in DTYPES
-        self.is_small = self.is_simple and parameter.nbytes < SMALL_BYTES
+        # One site that is the whole parameter: a gradient of this dtype and shape needs nothing but an address.
+        is_simple = len(members) == 1 and parameter.ndim == 2 and parameter.dtype in DTYPES
+        self.announced = (parameter.dtype, parameter.shape) if is_simple else None
+        self.is_small = is_simple and parameter.nbytes < SMALL_BYTES
 
 
 class GradientReader:
@@ -65,10 +66,13 @@ class GradientReader:
         # Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
         # backward inside another; one that raised never ends, and is forgotten with the step.
         self._dirty: dict[int, list[Weight]] = {}
+        self._unread: dict[Weight, None] = {}  # had a backward in this step, and are to have another
+        self._num_ends = 0  # of backwards in this step
+        self._expected_ends = 0  # as many as in the step before; 0: not known
         self._handles: list[Any] = []
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
         for weight in self.weights:
-            if weight.is_simple:
+            if weight.announced is not None:
                 buffer.expect_grad(weight.members[0][0], weight.parameter)
             hook = self._hook(weight)
             self._handles.append(weight.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -86,6 +90,7 @@ class GradientReader:
                 return
             try:
                 weight.num_backwards += 1
+                weight.read = None  # also if the new gradient has the address and the version of an old one
                 (self._dirty.get(_graph_task()) or self._backward_begins()).append(weight)
                 if read_now and weight.num_backwards >= weight.expected and parameter.grad is not None:
                     start = _clock()
@@ -113,6 +118,9 @@ class GradientReader:
     def next_step(self) -> None:
         """The row is closed: what was counted is what to expect."""
         self._dirty.clear()
+        self._unread.clear()
+        if self._num_ends:
+            self._expected_ends, self._num_ends = self._num_ends, 0
         for weight in self.weights:
             if weight.num_backwards:
                 weight.expected = weight.num_backwards
@@ -130,27 +138,49 @@ class GradientReader:
         """Read what is due and not read, or changed since it was."""
         start = _clock()
         try:
-            sites: list[int] = []
-            addresses: list[int] = []
-            for weight in self._dirty.pop(task, ()):
-                grad = weight.parameter.grad
-                if grad is None:
-                    self._steal(weight)
-                    continue
-                if weight.num_backwards < weight.expected or weight.read == (state := _state(grad)):
-                    continue
-                if weight.is_simple and type(grad) is Tensor and grad.is_contiguous():
-                    weight.read = state
-                    sites.append(weight.members[0][0])
-                    addresses.append(state[0])
-                else:
-                    self._read(weight)
-            if sites:
-                self._on_read()
-                self._buffer.set_grads(sites, addresses)
+            self._on_read()  # also when nothing is due: a recompute has left its last input
+            self._read_many(self._due(self._dirty.pop(task, [])))
         except Exception as error:
             self._on_error(error)
         self.seconds += _clock() - start
+
+    def _due(self, weights: list[Weight]) -> list[Weight]:
+        """Of the weights of a backward that ended, those that wait for no other in this step.
+
+        Not every weight takes part in every backward (experts, heads of several tasks): after the last backward none
+        waits any longer.
+        """
+        self._num_ends += 1
+        if 0 < self._expected_ends <= self._num_ends:
+            waiting, self._unread = self._unread, {}
+            return list(dict.fromkeys([*weights, *(w for w in waiting if w.parameter.grad is not None)]))
+        due = []
+        for weight in weights:
+            if weight.num_backwards < weight.expected:
+                self._unread[weight] = None
+            else:
+                due.append(weight)
+        return due
+
+    def _read_many(self, weights: list[Weight]) -> None:
+        sites: list[int] = []
+        addresses: list[int] = []
+        for weight in weights:
+            grad = weight.parameter.grad
+            if grad is None:
+                self._steal(weight)
+                continue
+            if weight.read == (state := _state(grad)):
+                continue
+            as_announced = type(grad) is Tensor and (grad.dtype, grad.shape) == weight.announced
+            if as_announced and grad.is_contiguous() and grad.is_cpu:
+                weight.read = state
+                sites.append(weight.members[0][0])
+                addresses.append(state[0])
+            else:
+                self._read(weight)
+        if sites:
+            self._buffer.set_grads(sites, addresses)
 
     def _read(self, weight: Weight) -> None:
         grad = weight.parameter.grad
@@ -161,6 +191,8 @@ class GradientReader:
 
     def _store(self, weight: Weight, grad: Tensor) -> None:
         grad = _dense(grad)
+        if not grad.is_cpu:
+            return  # a model that was moved away, or is only an outline of one: nothing this engine can read
         for index, site in weight.members:
             self._buffer.set_grad(index, site.matrix(grad))
 

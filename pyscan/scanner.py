@@ -88,7 +88,7 @@ class Scanner:
         self._model = model
         self._off = False
         self._paused = 0
-        self._latest: Row | None = None
+        self._latest: tuple[Row, StepBuffer] | None = None  # with the buffer that knows its cells
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
@@ -112,7 +112,7 @@ class Scanner:
             raise ValueError(f"step must be >= 0, got {step}")
         with self._safely():
             if step is not None:
-                self._renumber(step)
+                self._step = step
             self._late += self._gradients.read_rest()
             self._close_row(None, False, loss=loss, tokens=tokens)
 
@@ -120,8 +120,8 @@ class Scanner:
         """The newest finished row: step, token_count and, per site, activation and gradient norm and their blocks."""
         if self._latest is None:
             return {"step": None, "seq_id": None, "token_count": None, "param_stats": {}}
-        row = self._latest
-        stats = param_stats(self.buffer, row.cells)
+        row, buffer = self._latest
+        stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
 
     def coverage(self) -> dict[str, str]:
@@ -156,7 +156,8 @@ class Scanner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of a checkpoint; later rows of the abandoned timeline are void."""
-        self._renumber(int(state["step"]) + 1)
+        self._step = int(state["step"]) + 1
+        self._set_active()
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
@@ -217,16 +218,21 @@ class Scanner:
             sites, self.buffer, early=not _is_distributed(), on_read=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
-        self._forward = ForwardWatch(self._model, self.config.mask, self._forward_begins, self._capture.forget)
+        self._forward = ForwardWatch(
+            self._model,
+            self.config.mask,
+            on_begin=self._forward_begins,
+            on_end=self._capture.forget,
+            on_error=self._fail,
+        )
         self._endings.append(self._forward.remove)
         self._state = ModelState(self._model, sites)
         self._set_active()
         _forget_compiled_code()
 
     def _unwatch_sites(self) -> None:
-        for end in self._endings:
-            end()
-        self._endings.clear()
+        while self._endings:
+            self._endings.pop()()
 
     def _announce(self) -> None:
         sites = self._inventory.sites
@@ -255,21 +261,26 @@ class Scanner:
     def _close_row(
         self, scale: float | None, skipped: bool, *, loss: float | None = None, tokens: int | None = None
     ) -> None:
+        if self._off:
+            self._unwatch_sites()
+            return
         start = _clock()
         seen_loss, seen_tokens = self._forward.take()
-        if self._capture.state.active:
-            cells = self.buffer.take(scale or 1.0)
-            row = Row(
-                step=self._step,
-                cells=self._undo_scale(cells, scale),
-                tokens=seen_tokens if tokens is None else tokens,
-                loss=seen_loss if loss is None else loss,
-                lr=self._steps.learning_rate(),
-                grad_scale=scale,
-                flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
-            )
-            self._keep(row)
-            self._explain_silence(cells)
+        # What came before a pause, or before the loop gave the step another number, must not reach the next row.
+        if self._capture.state.active or self._paused:
+            cells = self._undo_scale(self.buffer.take(scale or 1.0), scale)
+            if self._is_due():
+                row = Row(
+                    step=self._step,
+                    cells=cells,
+                    tokens=seen_tokens if tokens is None else tokens,
+                    loss=seen_loss if loss is None else loss,
+                    lr=self._steps.learning_rate(),
+                    grad_scale=scale,
+                    flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
+                )
+                self._keep(row)
+                self._explain_silence(cells)
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -305,13 +316,17 @@ class Scanner:
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
         if scale is not None and self._late_unscaled:
-            for site in self._late:
-                cells[self.buffer.cells("grad", site)] *= scale * scale
-                cells[self.buffer.cells("grad_max", site)] *= scale
+            sites = self._inventory.sites
+            names = {sites[index].name for index in self._late}
+            for index, site in enumerate(sites):
+                if (site.tied_to or site.name) in names:
+                    for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
+                        cells[self.buffer.cells(channel, index)] *= scale * scale
+                    cells[self.buffer.cells("grad_max", index)] *= scale
         return cells
 
     def _keep(self, row: Row) -> None:
-        self._latest = row
+        self._latest = row, self.buffer
         if self._writer is None:
             self.rows.append(row)
             return
@@ -337,13 +352,12 @@ class Scanner:
         if change is not None:
             self._event("every", site=None, **change)
 
-    def _renumber(self, step: int) -> None:
-        self._step = step
-        self._set_active()
+    def _is_due(self) -> bool:
+        """Whether the step being filled is to have a row."""
+        return not self._off and not self._paused and self._step % self._budget.every == 0
 
     def _set_active(self) -> None:
-        active = not self._off and not self._paused and self._step % self._budget.every == 0
-        self._capture.state.active = self._gradients.active = active
+        self._capture.state.active = self._gradients.active = self._is_due()
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
@@ -374,9 +388,6 @@ class Scanner:
 
     @contextlib.contextmanager
     def _safely(self) -> Iterator[None]:
-        if self._off:
-            yield
-            return
         try:
             yield
         except Exception as error:

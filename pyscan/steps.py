@@ -51,12 +51,13 @@ class StepWatch:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure has its own backward inside the step: whatever is in .grad now is stale.
-        has_closure = any(callable(a) for a in args) or callable(kwargs.get("closure"))
-        if not has_closure:
+        if not _has_closure(args, kwargs):
             # A fused optimizer is given the scale and unscales by itself.
             self._on_begin(self._in_scaler and getattr(optimizer, "grad_scale", None) is None)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _has_closure(args, kwargs):
+            self._on_begin(False)  # it may have been called less often than in the step before
         if optimizer is self.optimizers[-1] and not self._in_scaler:
             self._on_end(None, False)
 
@@ -71,6 +72,10 @@ class StepWatch:
 
     def scaler_failed(self) -> None:
         self._in_scaler = False
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(callable(a) for a in args) or callable(kwargs.get("closure"))
 
 
 def unwrap(optimizer: OptimizerLike) -> Optimizer:

@@ -1,6 +1,6 @@
 """Faults planted in a copy of the source, one at a time: each must make the named test fail.
 
-`tests/faults.toml` is the catalogue. A test that still passes with its fault in place checks nothing.
+The files `tests/faults*.toml` are the catalogue. A test that still passes with its fault in place checks nothing.
 """
 
 import os
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FAULTS = tomllib.loads((ROOT / "tests" / "faults.toml").read_text())["fault"]
+CATALOGUES = sorted((ROOT / "tests").glob("faults*.toml"))
+FAULTS = [fault for path in CATALOGUES for fault in tomllib.loads(path.read_text())["fault"]]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache", "build", "*.so")
 
 

@@ -287,6 +287,25 @@ def test_a_new_tensor_at_an_old_address_is_not_taken_for_the_last_one() -> None:
     assert near(scan.latest()["param_stats"]["weight"]["activation_norm"], (32 * 1 + 32 * 4) ** 0.5)
 
 
+class TakesPartOfItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.part = nn.Linear(8, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.whole(x) + self.part(x[:, :4])).sum()
+
+
+def test_a_view_that_begins_at_the_same_address_is_another_input() -> None:
+    model, x = TakesPartOfItsInput(), torch.arange(1.0, 41.0).view(5, 8)
+    with pyscan.attach(model) as scan:
+        model(x).backward()
+        scan.step()
+    stats = scan.latest()["param_stats"]
+    assert near(stats["whole.weight"]["activation_norm"], x.double().norm().item())
+    assert near(stats["part.weight"]["activation_norm"], x[:, :4].double().norm().item())
+
+
 class CallsByKeyword(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -368,10 +387,11 @@ def test_loss_scale_is_divided_out_and_an_overflow_is_a_skipped_row(fused: bool)
     assert_matches(scan, want)
 
 
-def test_a_late_read_under_the_scaler_is_unscaled_once() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_late_read_under_the_scaler_is_unscaled_once(fused: bool) -> None:
     model = llama().model.train()
     want = oracle(model, (1,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with pyscan.attach(model, optimizer=optimizer) as scan:
         for seeds in ((1, 2), (1,)):
@@ -402,6 +422,53 @@ def test_a_closure_runs_its_backward_inside_the_step() -> None:
     assert_matches(scan, want)
 
 
+def test_a_closure_that_adds_the_last_micro_batch_is_waited_for() -> None:
+    model = llama().model.train()
+    want = oracle(model, (1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def closure() -> Tensor:
+        loss = model(**batch(2)).loss
+        loss.backward()
+        return loss
+
+    with pyscan.attach(model, optimizer=optimizer) as scan:
+        for _ in range(2):
+            model(**batch(1)).loss.backward()
+            optimizer.step(closure)
+            optimizer.zero_grad()
+            assert_matches(scan, want)
+        assert [row.flags for row in scan.rows] == [0, 0], "not what was there before the closure"
+
+
+class Searches(torch.optim.SGD):
+    """Calls its closure several times a step, as a line search does."""
+
+    num_calls = 1
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:
+        return [closure() for _ in range(self.num_calls)][-1]
+
+
+@pytest.mark.parametrize("width", [8, 512])  # read at the end of the backward, and while it runs
+def test_a_closure_that_is_called_several_times_counts_as_it_was_last(width: int) -> None:
+    model = nn.Linear(width, width, bias=False)
+    optimizer = Searches(model.parameters(), lr=0.0)
+    factors: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()  # the next gradient may get the same memory
+        factors.append(len(factors) + 1.0)
+        loss = factors[-1] * model(torch.ones(1, width)).sum()
+        loss.backward()
+        return loss
+
+    with pyscan.attach(model, optimizer=optimizer) as scan:
+        for optimizer.num_calls in (4, 2, 3):
+            optimizer.step(closure)
+            assert near(scan.latest()["param_stats"]["weight"]["grad_norm"], factors[-1] * width)
+
+
 def test_sparse_embedding_gradients_add_repeated_rows_first() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(20, 32, sparse=True), nn.Linear(32, 4))
@@ -429,19 +496,21 @@ def test_an_optimizer_that_steps_inside_the_backward_is_seen_from_its_second_ste
     assert_matches(scan, want)
 
 
-def test_a_hook_that_changes_the_gradient_after_ours_is_followed() -> None:
+@pytest.mark.parametrize("width", [8, 512])  # read at the end of the backward, and while it runs
+def test_a_hook_that_changes_the_gradient_after_ours_is_followed(width: int) -> None:
     def double(parameter: nn.Parameter) -> None:
         parameter.grad.mul_(2.0)
 
-    model = nn.Linear(8, 8, bias=False)
+    model = nn.Linear(width, width, bias=False)
     with pyscan.attach(model) as scan:
         model.weight.register_post_accumulate_grad_hook(double)
-        model(torch.ones(4, 8)).sum().backward()
+        model(torch.ones(4, width)).sum().backward()
         scan.step()
-    assert near(scan.latest()["param_stats"]["weight"]["grad_norm"], 2 * 4 * 8.0)
+    assert near(scan.latest()["param_stats"]["weight"]["grad_norm"], 2 * 4 * float(width))
 
 
-def test_an_exception_in_one_backward_heals_at_the_next() -> None:
+@pytest.mark.parametrize("row_between", [False, True])
+def test_an_exception_in_one_backward_heals_at_the_next(row_between: bool) -> None:
     model = llama().model.train()
     want = oracle(model, (1,))
 
@@ -454,10 +523,14 @@ def test_an_exception_in_one_backward_heals_at_the_next() -> None:
             model(**batch(1)).loss.backward()
         handle.remove()
         model.zero_grad()
-        scan.step()
+        if row_between:
+            scan.step()
         model(**batch(1)).loss.backward()
         scan.step()
+    if not row_between:  # the inputs of the backward that failed were seen too
+        want = {name: 2**0.5 * norm for name, norm in want[0].items()}, want[1]
     assert_matches(scan, want)
+    assert [row.flags for row in scan.rows] == [0] * len(scan.rows)
 
 
 def test_several_optimizers_close_the_row_at_the_last_one() -> None:
@@ -468,7 +541,9 @@ def test_several_optimizers_close_the_row_at_the_last_one() -> None:
     with pyscan.attach(model, optimizer=[first, second]) as scan:
         for _ in range(3):
             model(**batch(1)).loss.backward()
+            num_rows = len(scan.rows)
             first.step()
+            assert len(scan.rows) == num_rows
             second.step()
             model.zero_grad()
         assert [row.step for row in scan.rows] == [1, 2, 3]

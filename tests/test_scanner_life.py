@@ -39,6 +39,7 @@ def test_copies_of_the_model_are_not_recorded() -> None:
             other.train()(**batch(1)).loss.backward()
         scan.step()
         stats = scan.latest()["param_stats"]
+    assert (scan.rows[0].loss, scan.rows[0].tokens) == (None, None)
     assert {s["activation_norm"] for s in stats.values()} == {s["grad_norm"] for s in stats.values()} == {None}
 
 

@@ -1,0 +1,222 @@
+"""Cases at the edge of a training loop: what takes part now and then, changes its form, or goes wrong twice."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+import pyscan
+from tests.test_scanner import assert_matches, batch, llama, near, oracle
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](x).sum()
+
+
+@pytest.mark.parametrize("width", [8, 512])  # read at the end of the backward, and while it runs
+def test_weights_that_take_part_in_some_backwards_only_are_read_before_clipping(width: int) -> None:
+    model = TwoHeads(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pyscan.attach(model, optimizer=optimizer) as scan:
+        for heads in ((0, 0, 0, 1), (0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 0, 0)):
+            for head in heads:
+                model(torch.ones(1, width), head).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = scan.latest()["param_stats"]
+            for head in (0, 1):
+                assert near(stats[f"heads.{head}.weight"]["grad_norm"], heads.count(head) * float(width))
+    assert [row.flags for row in scan.rows] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_cast_after_attach_is_read_in_its_new_dtype(dtype: torch.dtype) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    with pyscan.attach(model) as scan:
+        model.to(dtype)
+        model(torch.ones(4, 8, dtype=dtype)).sum().backward()
+        scan.step()
+    assert near(scan.latest()["param_stats"]["weight"]["grad_norm"], 4 * 8.0)
+
+
+def test_a_parameter_that_is_given_other_data_is_read_in_its_new_shape() -> None:
+    model = nn.Linear(600, 8, bias=False)
+    with pyscan.attach(model) as scan:
+        model.weight.data = torch.ones(2, 600)
+        model(torch.ones(4, 600)).sum().backward()
+        scan.step()
+    assert near(scan.latest()["param_stats"]["weight"]["grad_norm"], 4 * (2 * 600) ** 0.5)
+
+
+def test_an_outline_of_a_model_is_left_alone() -> None:
+    model = nn.Linear(8, 8).to("meta")
+    with pyscan.attach(model) as scan:
+        model(torch.ones(4, 8, device="meta")).sum().backward()
+        scan.step()
+    assert scan.latest()["param_stats"]["weight"] == {
+        "activation_norm": None,
+        "grad_norm": None,
+        "blocks": [{"block_idx": 0, "activation_norm": None, "grad_norm": None}],
+    }
+
+
+class KnowsItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, keep: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.linear(x).sum()}
+
+
+def test_a_forward_that_only_computes_shapes_leaves_the_scan_on() -> None:
+    model, keep = KnowsItsLoss(), torch.ones(4)
+    with pyscan.attach(model, mask="keep") as scan:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model(torch.ones(4, 8), keep=mode.from_tensor(keep))
+        want = model(torch.ones(4, 8), keep=keep)["loss"]
+        want.backward()
+        scan.step()
+    assert [event["kind"] for event in scan.events] == ["attached"]
+    assert scan.rows[0].loss == pytest.approx(want.item())
+
+
+class BadOutput:
+    @property
+    def loss(self) -> Tensor:
+        raise RuntimeError("not computed")
+
+
+class HasABadOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> BadOutput:
+        self.linear(x)
+        return BadOutput()
+
+
+def test_an_output_that_raises_when_looked_at_does_not_end_the_run() -> None:
+    model = HasABadOutput()
+    with pyscan.attach(model) as scan, pytest.warns(RuntimeWarning, match="not computed"):
+        model(torch.ones(2, 8))
+    assert [event["kind"] for event in scan.events] == ["attached", "off"]
+
+
+def test_an_error_in_following_the_model_is_one_warning_and_never_an_exception() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pyscan.attach(model, optimizer=optimizer, include=r"^0\.weight$") as scan:
+        model[0] = nn.ReLU()  # no site is left
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                optimizer.step()
+    assert [str(w.message) for w in caught if "pyscan" in str(w.message)]
+    assert len([w for w in caught if "pyscan" in str(w.message)]) == 1
+    assert [event["kind"] for event in scan.events].count("off") == 1
+
+
+def test_a_scan_that_is_off_takes_its_hooks_away_at_the_next_step() -> None:
+    model = llama().model.train()
+    scan = pyscan.attach(model)
+    with pytest.warns(RuntimeWarning, match="turned itself off"):
+        scan._fail(RuntimeError("planted"))
+    scan.step()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    scan.close()
+
+
+def replace_a_block(model: nn.Module) -> None:
+    model.model.layers[1] = llama().model.train().model.layers[0]
+
+
+def replace_the_body(model: nn.Module) -> None:
+    model.model = llama().model.train().model
+
+
+def add_a_head(model: nn.Module) -> None:
+    model.second_head = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("change", [replace_a_block, replace_the_body, add_a_head])
+def test_modules_replaced_above_a_weight_or_added_are_followed(change: Any) -> None:
+    model = llama().model.train()
+    with pyscan.attach(model) as scan:
+        change(model)
+        scan.step()
+        with scan.paused():
+            act, grad = oracle(model, (1,)) if change is not add_a_head else ({}, {})
+        model(**batch(1)).loss.backward()
+        scan.step()
+        assert [event["kind"] for event in scan.events].count("model_changed") == 1
+        if change is add_a_head:
+            assert scan.coverage()["second_head.weight"] == "scanned"
+        else:
+            assert_matches(scan, (act, grad))
+
+
+def test_the_latest_row_keeps_its_meaning_when_the_model_changes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 128, bias=False))
+    with pyscan.attach(model) as scan:
+        model(torch.ones(4, 8)).sum().backward()
+        before = model[0].weight.grad.double().norm().item()
+        model.insert(0, nn.Linear(200, 8))
+        scan.step()
+        stats = scan.latest()["param_stats"]
+        assert set(stats) == {"0.weight", "1.weight"}
+        assert near(stats["0.weight"]["grad_norm"], before)
+        assert set(scan.coverage()) == {"0.weight", "1.weight", "2.weight"}
+
+
+def test_a_late_read_of_a_tied_weight_is_unscaled_once_in_every_channel() -> None:
+    model = llama(tie_word_embeddings=True).model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pyscan.attach(model, optimizer=optimizer, rows=True) as scan:
+        for seeds in ((1, 2), (1,)):
+            optimizer.zero_grad()
+            for seed in seeds:
+                scaler.scale(model(**batch(seed)).loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        cells, sites = scan.rows[1].cells, scan.schema.sites
+    assert scan.rows[1].flags == 2
+    for index, site in enumerate(sites):
+        grad = model.get_parameter(site.tied_to or site.name).grad.double()  # unscaled by the scaler
+        for channel in ("grad", "grad_out"):
+            assert near(cells[scan.buffer.cells(channel, index)].sum() ** 0.5, grad.norm().item()), site.name
+        assert near(cells[scan.buffer.cells("grad_max", index)].item(), grad.abs().max().item())
+
+
+def test_what_came_before_a_pause_does_not_reach_the_next_row() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    with pyscan.attach(model) as scan:
+        for pause in (True, False):
+            model(x).sum().backward()
+            with scan.paused() if pause else contextlib.nullcontext():
+                scan.step()
+    assert [row.step for row in scan.rows] == [2]
+    assert near(scan.latest()["param_stats"]["weight"]["activation_norm"], 4.0)
+
+
+def test_steps_that_the_loop_numbers_have_rows_only_where_they_were_watched() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    with pyscan.attach(model, every=2) as scan:
+        for step in (100, 101, 102, 103, 7, 8, 9, 10):
+            model(x).sum().backward()
+            scan.step(step=step)
+    assert [row.step for row in scan.rows] == [102, 8, 10], "100 and 7 were expected to be 1 and 104"
+    assert all(near(row.cells[scan.buffer.cells("act", 0)].item() ** 0.5, 4.0) for row in scan.rows)
