@@ -25,7 +25,7 @@ def num_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before compile", "after compile", "after the first call"])
 def test_values_equal_eager_whenever_it_is_attached(backend: str, when: str) -> None:
     model = llama().model.train()
