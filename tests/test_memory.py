@@ -18,9 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import pyscan
 from tests.test_scanner import batch, checkpointed, llama
 
-# Of 2,000 rows the file has 50 kB, and what is written waits in buffers that are allocated once. One leaked object per
-# step (56 bytes, with its dict 200) would show as 0.3 MB, one leaked tensor (700 bytes) as 1 MB, one row as 1.5 MB.
-# Malloc's own arenas move by up to a quarter of a megabyte between two readings.
+# Between the two readings lie 1,500 steps: a leak of 525 bytes a step, less than one small tensor, is over the bound.
 MAX_GROWTH = 768 << 10
 
 GROWTH = """
