@@ -57,7 +57,10 @@ class Run(ABC):
     @property
     @abstractmethod
     def damage(self) -> list[tuple[int, str]]:
-        """What was found damaged so far, as (offset, reason). Bytes nobody has read yet are not in it: see `check`."""
+        """What was found damaged so far, as (offset, reason). Bytes nobody has read yet are not in it: see `check`.
+
+        In a file that is being written, the frame at its end may be seen unfinished; the next `refresh` sees it whole.
+        """
 
     @abstractmethod
     def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
