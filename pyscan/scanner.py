@@ -73,6 +73,7 @@ def attach(
     config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _refuse_other_devices(model)
     return Scanner(model, path, unwrap_all(optimizer), config)
 
 
@@ -406,6 +407,16 @@ class Scanner:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         except Warning:  # warnings are errors here, and errors are not ours to raise
             print(text, file=sys.stderr)
+
+
+def _refuse_other_devices(model: nn.Module) -> None:
+    """Addresses on another device are not the CPU engine's to read."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"{name!r} is on device {parameter.device.type!r}, for which there is no engine yet: "
+                "pyscan scans models on the CPU"
+            )
 
 
 def rank_path(path: Path) -> Path:
