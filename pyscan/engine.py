@@ -19,42 +19,43 @@ Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def definition(x: torch.Tensor, *, block: int = 64, dim: int = -1) -> Stats:
     """The reduction in plain torch: slow, in float64, on any device. Same arguments and results as `reduce`."""
-    length, columns = _check(x, block, dim)
+    _check(x, block, dim)
+    columns = _columns(x.detach(), dim)
+    length = columns.shape[1]
     num_blocks, width = _cut(length, block)
     padding = (0, num_blocks * width - length)
-    blocks = torch.nn.functional.pad(columns.detach().double(), padding).view(columns.shape[0], num_blocks, width)
+    blocks = torch.nn.functional.pad(columns.double(), padding).view(columns.shape[0], num_blocks, width)
     finite = torch.isfinite(blocks)
     values = torch.where(finite, blocks, 0.0)
     absmax = values.abs().amax((0, 2)) if values.numel() else values.new_zeros(num_blocks)
-    return values.square().sum((0, 2)), absmax.to(x.dtype), (~finite).sum((0, 2))
+    return values.square().sum((0, 2)), absmax, (~finite).sum((0, 2))
 
 
 def reduce(x: torch.Tensor, *, block: int = 64, dim: int = -1) -> Stats:
-    """Sum of squares (float64), largest magnitude (x's dtype) and non-finite count (int64) of each block of `x`.
+    """Sum of squares (float64), largest magnitude (float64) and non-finite count (int64) of each block of `x`.
 
     Blocks are `block` neighbouring positions along dimension `dim`; the last one may be shorter, and `block=0` makes
     one block of all. All other dimensions are summed over. Non-finite values are counted and left out of sum and
     maximum. Results live on x's device; no gradient flows through them.
     """
-    length, columns = _check(x, block, dim)
+    _check(x, block, dim)
     if x.device.type != "cpu":
         raise ValueError(
             f"there is no engine for device {x.device.type!r}: move the tensor with x.cpu(), "
             "or call pyscan.engine.definition, which is plain torch"
         )
-    # Strips of rows are read in memory order, where `columns` would be walked across.
-    by_rows = dim % max(x.ndim, 1) == 0 and x.ndim > 1
-    matrix = _matrix(x.detach(), by_rows) if by_rows else columns.detach()
-    num_blocks, width = _cut(length, block)
-    stats = np.zeros((3, num_blocks))
+    # Strips of rows are read in memory order; as columns they would be walked across.
+    by_rows = x.ndim > 1 and dim % x.ndim == 0
+    matrix = x.detach().reshape(x.shape[0], -1 if x.shape[0] else 0) if by_rows else _columns(x, dim)
     rows, cols = matrix.shape
     row_stride, col_stride = matrix.stride()
+    num_blocks, width = _cut(rows if by_rows else cols, block)
+    stats = np.zeros((3, num_blocks))
     _C.reduce_into(
         matrix.data_ptr(), DTYPES[x.dtype], rows, cols, row_stride, col_stride, stats[0], stats[1], stats[2],
         block=width, by_rows=by_rows, num_threads=torch.get_num_threads(),
     )  # fmt: skip
-    sumsq, absmax, bad = torch.from_numpy(stats)
-    return sumsq, absmax.to(x.dtype), bad.to(torch.int64)
+    return torch.from_numpy(stats[0]), torch.from_numpy(stats[1]), torch.from_numpy(stats[2].astype(np.int64))
 
 
 def _cut(length: int, block: int) -> tuple[int, int]:
@@ -63,8 +64,18 @@ def _cut(length: int, block: int) -> tuple[int, int]:
     return -(-length // width), width
 
 
-def _check(x: torch.Tensor, block: int, dim: int) -> tuple[int, torch.Tensor]:
-    """Refuse what no engine can read; return the length of the blocked dimension and x as [rest, blocked]."""
+def _columns(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x as a matrix whose columns are the positions along `dim`; a view where there is one, else a copy."""
+    if x.ndim == 2 and dim in (-1, 1):
+        return x
+    if x.ndim == 0:
+        return x.reshape(1, 1)
+    length = x.shape[dim]
+    return x.movedim(dim, -1).reshape(x.numel() // length if length else 0, length)
+
+
+def _check(x: torch.Tensor, block: int, dim: int) -> None:
+    """Refuse what no engine can read."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not isinstance(block, int) or isinstance(block, bool):
@@ -82,12 +93,3 @@ def _check(x: torch.Tensor, block: int, dim: int) -> tuple[int, torch.Tensor]:
         raise TypeError(f"x must be one of {names}, got {str(x.dtype).removeprefix('torch.')}: reduce x.float()")
     if not -max(x.ndim, 1) <= dim < max(x.ndim, 1):
         raise IndexError(f"dim must lie in [{-x.ndim}, {x.ndim}), got {dim}")
-    x = x.reshape(1) if x.ndim == 0 else x
-    return x.shape[dim], _matrix(x.movedim(dim, -1), by_rows=False)
-
-
-def _matrix(x: torch.Tensor, by_rows: bool) -> torch.Tensor:
-    """x as a matrix that keeps its last (by_rows: first) dimension; a view where there is one, else a copy."""
-    keep = x.shape[0] if by_rows else x.shape[-1]
-    rest = x.numel() // keep if keep else 0
-    return x.reshape(keep, rest) if by_rows else x.reshape(rest, keep)
