@@ -32,7 +32,7 @@ demo: build  ## Look at this machine and check the engine on it
 test: build  ## The tests that take minutes in all; every benchmark runs once
 	$(PYTEST) -m "not slow"
 
-test-all: build wheel  ## Every promise, also those that take long to prove
+test-all: build wheel sanitize  ## Every promise, also those that take long to prove
 	$(PYTEST) -m slow
 	tests/check_wheel.sh
 
