@@ -77,7 +77,7 @@ def trainer(name: str, model: str, *, accumulate: int = 1, compiled: bool = Fals
 
 
 def plain_torch(model: nn.Module) -> Callable[[], None]:
-    """What a careful engineer writes instead: one norm per input and per gradient, one copy to a row, kept in memory."""
+    """What a careful engineer writes instead: one norm per input and per gradient, one row a step, kept in memory."""
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
     norms: dict[int, torch.Tensor] = {}

@@ -44,6 +44,11 @@ class Weight:
         self.announced = (parameter.dtype, parameter.shape) if is_simple else None
         self.is_small = is_simple and parameter.nbytes < SMALL_BYTES
 
+    def is_as_announced(self, grad: Tensor) -> bool:
+        """Whether the address of this gradient is all the engine must be told."""
+        is_plain = type(grad) is Tensor and grad.layout is torch.strided and grad.is_cpu and grad.is_contiguous()
+        return is_plain and (grad.dtype, grad.shape) == self.announced
+
 
 class GradientReader:
     """Post-accumulate hooks on every trainable weight, and the callback at the end of a backward."""
@@ -170,13 +175,13 @@ class GradientReader:
             if grad is None:
                 self._steal(weight)
                 continue
-            if weight.read == (state := _state(grad)):
+            if weight.read is not None and weight.read == _state(grad):
                 continue
-            as_announced = type(grad) is Tensor and (grad.dtype, grad.shape) == weight.announced
-            if as_announced and grad.is_contiguous() and grad.is_cpu:
-                weight.read = state
+            if weight.is_as_announced(grad):
+                address = grad.data_ptr()
+                weight.read = address, grad._version
                 sites.append(weight.members[0][0])
-                addresses.append(state[0])
+                addresses.append(address)
             else:
                 self._read(weight)
         if sites:
