@@ -112,7 +112,7 @@ class Attached:
 
 @pytest.fixture
 def one_thread() -> Any:
-    """Gathered experts get their gradient by atomic additions: with two threads torch itself differs from run to run."""
+    """Gathered experts get their gradient by atomic additions: with two threads torch differs from itself."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
