@@ -143,7 +143,7 @@ class GradientReader:
         """Read what is due and not read, or changed since it was."""
         start = _clock()
         try:
-            self._on_read()  # also when nothing is due: a recompute has left its last input
+            self._on_read()
             self._read_many(self._due(self._dirty.pop(task, [])))
         except Exception as error:
             self._on_error(error)
