@@ -116,9 +116,10 @@ class StepBuffer:
 
     def set_grads(self, sites: list[int], addresses: list[int]) -> None:
         """Take many gradients at once, each as `expect_grad` announced it."""
-        slots = [slot for site in sites for slot in self._grad_slots(site)]
+        slots = [self._num_sites + site for site in sites]
         if self._has_rows:
-            addresses = [address for address in addresses for _ in range(2)]
+            slots += [self._num_sites + slot for slot in slots]
+            addresses = addresses * 2
         self._native.set_many(slots, addresses, self.num_threads)
 
     def _grad_slots(self, site: int) -> tuple[int, ...]:

@@ -294,6 +294,8 @@ class Scanner:
 
     def _explain_silence(self, cells: NDArray[np.float64]) -> None:
         """Say once which inputs never came, after the first row that has gradients; or that nothing came at all."""
+        if self._explained:
+            return
         if (cells < 0).all():
             self._event_once(
                 "nothing_recorded",
@@ -301,7 +303,7 @@ class Scanner:
                 "generate() and no_grad() record nothing: run a forward on the generated tokens and call backward()",
             )
             return
-        if self._explained or not self.buffer.has_grads(cells):
+        if not self.buffer.has_grads(cells):
             return
         self._explained = True
         silent = []

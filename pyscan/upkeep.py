@@ -6,7 +6,9 @@ exchanged, frozen or unfrozen: resize_token_embeddings, adapters added later, lo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -19,8 +21,8 @@ class ModelState:
     def __init__(self, model: nn.Module, sites: Sequence[Site]) -> None:
         holders = {id(site.holder) for site in sites}
         parents = list(model.modules())
-        # (children of the parent, key, module) for every module that holds a weight, or has one below that does
-        self._places = [
+        # Every module with a weight in it or below: the children of its parent, its key there, and itself.
+        places: list[tuple[dict[str, Any], str, Any]] = [
             (parent._modules, key, child)
             for parent in parents
             for key, child in parent._modules.items()
@@ -29,19 +31,18 @@ class ModelState:
         self._families = [parent._modules for parent in parents if parent._modules]
         self._num_children = sum(map(len, self._families))
         named = {(id(site.holder), site.attribute): site for site in sites if site.parameter is not None}
-        self._parameters = [
-            (site.holder._parameters, site.attribute, site.parameter, site.trainable)
-            for site in named.values()
-            if site.parameter is not None and site.attribute in site.holder._parameters
-        ]
+        held = [site for site in named.values() if site.attribute in site.holder._parameters]
+        places += [(site.holder._parameters, site.attribute, site.parameter) for site in held]
+        # As columns, so that a step compares them without a Python loop.
+        self._homes = [home for home, _, _ in places]
+        self._keys = [key for _, key, _ in places]
+        self._found = [found for _, _, found in places]
+        self._parameters = [site.parameter for site in held if site.parameter is not None]
+        self._trainable = [site.trainable for site in held]
 
     def changed(self) -> bool:
         if sum(map(len, self._families)) != self._num_children:
             return True
-        for modules, key, module in self._places:
-            if modules.get(key) is not module:
-                return True
-        for parameters, name, parameter, trainable in self._parameters:
-            if parameters.get(name) is not parameter or parameter.requires_grad != trainable:
-                return True
-        return False
+        if not all(map(operator.is_, map(dict.get, self._homes, self._keys), self._found)):
+            return True
+        return [parameter.requires_grad for parameter in self._parameters] != self._trainable
