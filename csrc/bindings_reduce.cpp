@@ -90,7 +90,6 @@ void BindStepBuffer(py::module_& m) {
             self.Add(slot, MatrixOf(address, dtype, rows, cols, row_stride, col_stride), num_threads);
           },
           release)
-      .def("repeat", &StepBuffer::Repeat)
       .def(
           "set",
           [](StepBuffer& self, int64_t slot, uintptr_t address, int dtype, int64_t rows, int64_t cols,
@@ -110,8 +109,6 @@ void BindStepBuffer(py::module_& m) {
       .def("expect", [](StepBuffer& self, int64_t slot, int dtype, int64_t rows,
                         int64_t cols) { self.Expect(slot, static_cast<DType>(dtype), rows, cols); })
       .def("set_many", &StepBuffer::SetMany, release)
-      .def("seen", &StepBuffer::Seen)
-      .def("forget", &StepBuffer::Forget)
       .def(
           "take",
           [](StepBuffer& self, double grad_scale, Doubles row) {

@@ -121,18 +121,6 @@ void StepBuffer::AddRanges(int64_t first_slot, const Matrix& x, const int32_t* e
   }
 }
 
-bool StepBuffer::Seen(int64_t slot) const {
-  At(slot);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return seen_[slot] != 0;
-}
-
-void StepBuffer::Forget(int64_t slot) {
-  At(slot);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  seen_[slot] = 0;
-}
-
 void StepBuffer::Take(double grad_scale, double* row) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::fill(row, row + num_cells_, kAbsent);

@@ -50,10 +50,6 @@ class StepBuffer {
   // An empty range leaves its slot as it is.
   void AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges, int num_threads);
 
-  bool Seen(int64_t slot) const;
-  // Makes the slot absent again.
-  void Forget(int64_t slot);
-
   // Writes the finished row to `row`: absent slots as kAbsent, the sum of a block with non-finite values as NaN,
   // gradients divided by `grad_scale`. Then forgets every slot.
   void Take(double grad_scale, double* row);
@@ -73,7 +69,7 @@ class StepBuffer {
   const int64_t num_cells_;
   const std::vector<Slot> slots_;
   std::vector<Matrix> expected_;  // per slot, without an address; written before the first SetMany only
-  mutable std::mutex mutex_;      // guards all below
+  std::mutex mutex_;              // guards all below
   std::vector<double> row_;
   std::vector<double> bad_;  // non-finite values per block, where row_ has its sum of squares
   std::vector<char> seen_;
