@@ -71,6 +71,7 @@ class GradientReader:
         # Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
         # backward inside another; one that raised never ends, and is forgotten with the step.
         self._dirty: dict[int, list[Weight]] = {}
+        self._arrived: list[Weight] = []  # as autograd added to their gradients in this step
         self._unread: dict[Weight, None] = {}  # had a backward in this step, and are to have another
         self._num_ends = 0  # of backwards in this step
         self._expected_ends = 0  # as many as in the step before; 0: not known
@@ -97,6 +98,7 @@ class GradientReader:
                 weight.num_backwards += 1
                 weight.read = None  # also if the new gradient has the address and the version of an old one
                 (self._dirty.get(_graph_task()) or self._backward_begins()).append(weight)
+                self._arrived.append(weight)
                 if read_now and weight.num_backwards >= weight.expected and parameter.grad is not None:
                     start = _clock()
                     self._read(weight)
@@ -120,9 +122,14 @@ class GradientReader:
                 late += [index for index, _ in weight.members]
         return late
 
+    def order(self) -> list[int]:
+        """The sites in the order in which their gradients first came in this step, the loss's neighbours first."""
+        return [index for weight in dict.fromkeys(self._arrived) for index, _ in weight.members]
+
     def next_step(self) -> None:
         """The row is closed: what was counted is what to expect."""
         self._dirty.clear()
+        self._arrived.clear()
         self._unread.clear()
         if self._num_ends:
             self._expected_ends, self._num_ends = self._num_ends, 0

@@ -32,10 +32,12 @@ from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.gradients import GradientReader
 from pyscan.latest import Row, param_stats
+from pyscan.lookout import Lookout
 from pyscan.schema import Schema
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
+from pyscan.watch import Watch
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
@@ -57,6 +59,7 @@ def attach(
     resume: bool = False,
     metadata: Mapping[str, Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    watch: Watch | bool = True,
 ) -> Scanner:
     """Scan every weight of `model` at every step, into the file `path` (None: into memory, as `scan.rows`).
 
@@ -69,8 +72,9 @@ def attach(
     budget      share of the step time the scanner may take, for instance 0.01; raises `every` until it holds
     resume      continue an existing file
     on_event    called with each event (a dict) as it happens
+    watch       alarms about finished rows, as events; False: none, or a `pyscan.Watch` with other limits
     """
-    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
+    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _refuse_other_devices(model)
@@ -162,6 +166,9 @@ class Scanner:
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
+        if not self._off:
+            with self._safely():
+                self._lookout.finish()
         self._off = True
         self._steps.remove()
         self._unwatch_sites()
@@ -219,6 +226,13 @@ class Scanner:
             sites, self.buffer, early=not _is_distributed(), on_read=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
+        self._lookout = Lookout(
+            self.schema.sites,
+            self.config.watch,
+            meetings=self._capture.state,
+            arrivals=self._gradients.order,
+            announce=lambda event: self._event(**event),
+        )
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
@@ -246,6 +260,7 @@ class Scanner:
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         self._capture.set_mask(mask)
+        self._lookout.forward_begins()
 
     def _step_begins(self, unscaled: bool) -> None:
         with self._safely():
@@ -281,7 +296,9 @@ class Scanner:
                     flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
                 )
                 self._keep(row)
+                self._lookout.row(row)
                 self._explain_silence(cells)
+        self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -357,7 +374,9 @@ class Scanner:
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
-        return not self._off and not self._paused and self._step % self._budget.every == 0
+        if self._off or self._paused:
+            return False
+        return self._step % self._budget.every == 0 or self._lookout.wants(self._step)
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.active = self._is_due()
@@ -376,11 +395,11 @@ class Scanner:
 
     # Events and errors
 
-    def _event(self, kind: str, *, site: str | None = None, **fields: Any) -> None:
-        event = {"kind": kind, "step": self._step, "site": site, **fields}
+    def _event(self, kind: str, *, site: str | None = None, step: int | None = None, **fields: Any) -> None:
+        event = {"kind": kind, "step": self._step if step is None else step, "site": site, **fields}
         self.events.append(event)
         if self._writer is not None:
-            self._writer.event(kind, self._step, site=site, **fields)
+            self._writer.event(**event)
         if self.config.on_event is not None:
             with self._safely():
                 self.config.on_event(event)
