@@ -30,6 +30,7 @@ from pyscan.capture import Capture
 from pyscan.config import Event, ScanConfig
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
+from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
 from pyscan.latest import Row, param_stats
 from pyscan.lookout import Lookout
@@ -128,6 +129,16 @@ class Scanner:
         row, buffer = self._latest
         stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
+
+    def grad_check(self) -> dict[str, int]:
+        """How many weights of the newest row have a gradient, one of 0, none, or one that is not finite.
+
+        Made for dashboards: `wandb.log(scan.grad_check())` logs `grad_check/ok_params` and its three companions.
+        """
+        if self._latest is None:
+            return {}
+        row, buffer = self._latest
+        return row_counts(buffer.layout.schema.sites, row.cells)
 
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
@@ -370,7 +381,7 @@ class Scanner:
         self._capture.state.seconds = self._gradients.seconds = 0.0
         self._row_start = now
         if change is not None:
-            self._event("every", site=None, **change)
+            self._event("every", **dict[str, Any](change))
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
