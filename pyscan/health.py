@@ -36,7 +36,7 @@ ADVICE = alarms.ADVICE | {
     "nothing_recorded": "generate() and no_grad() leave nothing to record: run one forward on the generated tokens "
     "with gradients enabled, and call backward()",
     "quantized": "load the model in bf16 to get gradients of its weights, or train LoRA adapters and scan those",
-    "replicas_differ": "ranks that hold the same weight must agree: look for a missing all-reduce, or seeds that differ",
+    "replicas_differ": "ranks that hold the same weight must agree: look for a missing all-reduce or other seeds",
     "off": "see the text; rows after this step are missing, training itself was not touched",
 }
 _WORST_FIRST = ["nonfinite", "nothing_recorded", "no_gradient", "quantized", "exploding", "vanishing", "dead"]
