@@ -166,6 +166,9 @@ def _has_channel(run: Run, name: str) -> bool:
 
 def _orders(run: Run, events: list[Event]) -> Orders:
     """The order the scanner has noted for the sites the run has now; none if the file gives none that fits."""
+    ranks = getattr(run, "ranks", {}).values()
+    if any([site.name for site in rank.sites] != [site.name for site in run.sites] for rank in ranks):
+        return Orders()  # each rank counts its own sites
     for event in reversed(events):
         parts = [event.get("forward"), event.get("backward")] if event["kind"] == "execution_order" else []
         if parts and all(_is_order(part, len(run.sites)) for part in parts):

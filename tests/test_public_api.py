@@ -68,7 +68,18 @@ def imports_of(path: Path) -> set[str]:
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
 READING += ["watch", "alarms", "levels", "first_bad", "health", "grad_check"]
-WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites", "lookout"]
+WRITING = [
+    "scanner",
+    "hooks",
+    "capture",
+    "gradients",
+    "accumulate",
+    "forward",
+    "steps",
+    "functional",
+    "sites",
+    "lookout",
+]
 
 
 @pytest.mark.parametrize("module", READING)
