@@ -74,7 +74,6 @@ def judge(run: Run, limits: Watch | None = None, tick: Tick = lambda done, total
     """Look at all rows of a run."""
     events = run.events
     orders = _orders(run, events)
-    not_judged = [*_not_judged(run, orders)]
     found = _from_codes(run) if run.version == 1 else _from_rows(run, limits, orders, tick)
     if not _has_channel(run, "grad"):
         found = [event for event in found if event["kind"] != "no_gradient"]
@@ -82,7 +81,8 @@ def judge(run: Run, limits: Watch | None = None, tick: Tick = lambda done, total
     found += _quantised(run, found)
     steps = run.steps["step"]
     span = (int(steps[0]), int(steps[-1])) if len(steps) else None
-    return Health(len(steps), span, _findings(found), not_judged)
+    # Last, because damage is known once everything has been read.
+    return Health(len(steps), span, _findings(found), list(_not_judged(run, orders)))
 
 
 def _findings(events: list[Event]) -> list[Finding]:

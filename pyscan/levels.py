@@ -100,7 +100,7 @@ class Bounds:
         self._variance = np.full(shape, _QUIET**2)
         self.explode = np.full(shape, np.inf)
         self.spike = np.full(shape, np.inf)
-        self.lowest = np.full(shape, np.inf)  # of the two
+        self.largest_sum = np.full(shape, np.inf)  # of squares that is below both bounds
 
     def begin(self, window: Floats) -> None:
         """Let sites that have no reference yet explode from their highest level in these rows."""
@@ -111,14 +111,15 @@ class Bounds:
             # What begins near 0 (LoRA, a gate at 0) may grow to what the others are before it explodes.
             usual = np.fmax(self.reference, self._usual(self.reference))
             self.explode = self._of_known(usual + self._explode_by)
-        self.lowest = np.minimum(self.explode, self.spike)
+        with np.errstate(over="ignore"):
+            self.largest_sum = np.exp2(np.minimum(self.explode, self.spike))
 
     def follow(self, window: Floats) -> None:
         """Take in a window. Levels count up to their bound, so that a spike does not hide the next one."""
         known = is_level(window)
         num_rows = np.maximum(known.sum(axis=0), 1)
         seen = known.any(axis=0)
-        held = np.where(known, np.minimum(window, self.lowest), 0.0)
+        held = np.where(known, np.minimum(window, np.minimum(self.explode, self.spike)), 0.0)
         mean = held.sum(axis=0) / num_rows
         spread = np.square(np.where(known, held - mean, 0.0)).sum(axis=0) / num_rows
         is_new = np.isnan(self.mean)

@@ -76,12 +76,12 @@ class RowWatch:
         self._bounds = Bounds(
             self._sites, explode=self.limits.explode, spike=self.limits.spike, deviations=self.limits.deviations
         )
-        self._window = np.empty((rows, columns))
-        self._zero = np.ones(self._sites.num_blocks, bool)  # blocks that were 0 in every row of the window
+        self._window = np.empty((rows, columns))  # sums of squares
+        self._largest = np.empty(self._sites.num_blocks)  # of each block in the window
         self._window_step = 0  # of the window's first row
         self._num_rows = 0
         self._before: deque[tuple[int, float | None, Floats]] = deque(maxlen=self.limits.keep)
-        self._was_exploded = np.zeros(columns, bool)  # in the row before
+        self._was_exploded: Mask | None = None  # in the row before
         self._on = {kind: np.zeros(columns, bool) for kind in KINDS[2:]}
         self._quiet_rows = dict.fromkeys(KINDS, rows)  # since the alarm was last on
         self._num_skipped = 0  # rows running that a scaler skipped
@@ -93,18 +93,18 @@ class RowWatch:
             return []
         sums = sites.sums(cells)
         events = self._at_once(step, cells, sums, loss, flags)
-        levels = levels_of(sums)
-        if (levels > self._bounds.lowest).any():
-            events += self._too_high(step, levels)
-        elif self._was_exploded.any():
-            self._was_exploded = np.zeros_like(self._was_exploded)
+        if (sums > self._bounds.largest_sum).any():
+            events += self._too_high(step, levels_of(sums))
+        elif self._was_exploded is not None:
+            self._was_exploded = None
         self._before.append((step, loss, cells))
-        return events + self._fill_window(step, levels, cells[: sites.num_blocks] == 0)
+        self._fill_window(step, sums, cells[: sites.num_blocks])
+        return events + self._review_if_due(step)
 
     def finish(self, step: int) -> list[Event]:
         """Review the rows since the last review: there will be no more."""
         rows = self._num_rows % self.limits.patience
-        return self._review(step, self._window[:rows]) if rows >= FIRST_ROWS else []
+        return self._review(step, levels_of(self._window[:rows])) if rows >= FIRST_ROWS else []
 
     # What cannot wait
 
@@ -144,7 +144,7 @@ class RowWatch:
     def _too_high(self, step: int, levels: Floats) -> list[Event]:
         bounds = self._bounds
         exploded = levels > bounds.explode
-        lasting = exploded & self._was_exploded
+        lasting = np.zeros_like(exploded) if self._was_exploded is None else exploded & self._was_exploded
         self._was_exploded = exploded
         events = []
         for kind, mask, usual in (
@@ -166,19 +166,21 @@ class RowWatch:
 
     # What must last
 
-    def _fill_window(self, step: int, levels: Floats, is_zero: Mask) -> list[Event]:
+    def _fill_window(self, step: int, sums: Floats, blocks: Floats) -> None:
         place = self._num_rows % self.limits.patience
         if place == 0:
             self._window_step = step
-            self._zero = is_zero
+            self._largest[:] = blocks
         else:
-            self._zero &= is_zero
-        self._window[place] = levels
+            np.maximum(self._largest, blocks, out=self._largest)
+        self._window[place] = sums
         self._num_rows += 1
-        if place + 1 == self.limits.patience:
-            return self._review(step, self._window)
+
+    def _review_if_due(self, step: int) -> list[Event]:
+        if self._num_rows % self.limits.patience == 0:
+            return self._review(step, levels_of(self._window))
         if self._num_rows == FIRST_ROWS:
-            self._bounds.begin(self._window[:FIRST_ROWS])
+            self._bounds.begin(levels_of(self._window[:FIRST_ROWS]))
         return []
 
     def _review(self, step: int, window: Floats) -> list[Event]:
@@ -202,7 +204,7 @@ class RowWatch:
         return [alarms.faded(self._sites, step, np.flatnonzero(low), top, relative, self._orders())]
 
     def _find_dead(self, step: int) -> list[Event]:
-        blocks = self._zero & self._sites.may_die[self._sites.of_block]
+        blocks = (self._largest == 0) & self._sites.may_die[self._sites.of_block]
         if self._quiet_rows["no_gradient"] == 0:
             blocks = blocks & (self._sites.of_block < len(self._sites))  # all gradients are 0, which has been said
         mask = np.zeros(len(self._sites.sizes), bool)
