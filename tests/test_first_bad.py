@@ -248,20 +248,21 @@ def test_the_order_is_announced_once_and_complete() -> None:
     assert [names[i] for i in order["backward"]] == forward[::-1]
 
 
-def test_a_skipped_step_of_a_scaler_is_no_alarm_until_it_lasts() -> None:
+@pytest.mark.parametrize(("patience", "fires"), [(16, False), (5, True)])
+def test_a_skipped_step_of_a_scaler_is_no_alarm_until_it_lasts(patience: int, fires: bool) -> None:
+    torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=10_000)
-    x = torch.randn(6, WIDTH) * 1e3
-    with pyscan.attach(net, optimizer=optimizer, watch=pyscan.Watch(patience=8)) as scan:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=10_000)
+    with pyscan.attach(net, optimizer=optimizer, watch=pyscan.Watch(patience=patience)) as scan:
         for _ in range(30):
-            scaler.scale(net(x).square().mean()).backward()
+            scaler.scale(net(torch.randn(6, WIDTH)).square().mean() * 64).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
     skipped = sum(row.flags & 1 for row in scan.rows)
-    assert 2 < skipped < 30, "the scaler finds its scale"
-    assert bool(alarms(scan)) == (skipped >= 8)
+    assert 5 <= skipped < 16, "the scaler finds its scale"
+    assert [event["step"] for event in alarms(scan)] == ([patience] if fires else [])
 
 
 def test_a_forward_fault_comes_before_a_backward_one_whatever_the_counts() -> None:
