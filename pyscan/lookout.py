@@ -46,7 +46,7 @@ class Lookout:
         self._rules = RowWatch(sites, limits, self._orders) if watch else None
         self._detail = limits.detail
         self._detail_until = -1
-        self._order_is_known = False
+        self._known: Orders | None = None  # as of the first row with gradients
         self._is_first_forward = True
         self._last_step = 0
 
@@ -58,10 +58,9 @@ class Lookout:
 
     def row(self, row: Row) -> None:
         """Look at a finished row."""
-        if not self._order_is_known and (backward := self._arrivals()):
-            self._order_is_known = True
-            told = {"forward": self._meetings.order, "backward": backward}
-            self._announce({"kind": ORDER, "step": row.step, "site": None, **told})
+        if self._known is None and (backward := self._arrivals()):
+            self._known = Orders(self._meetings.order, backward)
+            self._announce({"kind": ORDER, "step": row.step, "site": None, **self._known._asdict()})
         self._last_step = row.step
         if self._rules is not None:
             self._tell(self._rules.see(row.step, row.cells, row.loss, row.flags))
@@ -81,7 +80,9 @@ class Lookout:
         return step <= self._detail_until
 
     def _orders(self) -> Orders:
-        return Orders(self._meetings.order, self._arrivals())
+        """Of the step whose row is looked at; at the end of a run there is none, and the first one serves."""
+        now = Orders(self._meetings.order, self._arrivals())
+        return now if now.forward or self._known is None else self._known
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:
