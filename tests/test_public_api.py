@@ -22,9 +22,12 @@ def test_the_public_names_are_these() -> None:
         "Scanner",
         "__version__",
         "attach",
+        "check_grad_flow",
+        "check_init",
         "is_absent",
         "open",
         "reduce",
+        "trace_nonfinite",
     ]
     for name in pyscan.__all__:
         assert getattr(pyscan, name) is not None
@@ -67,6 +70,8 @@ def imports_of(path: Path) -> set[str]:
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
+WRITING += ["attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel", "init_check"]
+WRITING += ["nonfinite"]
 
 
 @pytest.mark.parametrize("module", READING)

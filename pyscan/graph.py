@@ -1,0 +1,109 @@
+"""Read what the autograd graph of a loss says about itself, without running it.
+
+Receives a loss; hands on the leaves its gradient will reach, the dtypes it passes through, and the classification
+losses in it (Target) with their probabilities and labels, which autograd has saved.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Graph:
+    """The nodes behind a loss, each once."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.leaves: list[Tensor] = []
+        self.num_checkpoints = 0  # of the reentrant kind
+        self.has_half = False
+        self._targets: list[Any] = []
+        if loss.requires_grad and loss.grad_fn is None:
+            self.leaves.append(loss)
+        for node in _nodes(loss.grad_fn):
+            self._read(node)
+
+    def _read(self, node: Any) -> None:
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            self.leaves.append(node.variable)
+            return
+        self.num_checkpoints += name == "CheckpointFunctionBackward"
+        self.has_half = self.has_half or any(meta.dtype is torch.float16 for meta in node._input_metadata)
+        if name in _TARGETS:
+            self._targets.append(node)
+
+    @functools.cached_property
+    def targets(self) -> list[Target]:
+        """The classification losses; to be read while the graph is there."""
+        return [_TARGETS[node.name()](node) for node in self._targets]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One classification loss: its mean over the counted rows, and how sure the model was of each of them."""
+
+    num_classes: int
+    num_rows: int
+    num_masked: int
+    loss: float  # mean over the rows that count; NaN if none does
+    certain: float = field(default=0.0)  # share of these rows with all probability on one class
+
+    @property
+    def chance(self) -> float:
+        """The loss of a model that knows nothing."""
+        return math.log(self.num_classes)
+
+
+def _nodes(first: Any) -> Iterator[Any]:
+    stack, seen = [first] if first is not None else [], {first}
+    while stack:
+        node = stack.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+
+
+# A probability this close to 1 leaves nothing to learn from.
+_CERTAIN = 1e-3
+
+
+def _likelihood(node: Any) -> Target:
+    """Cross entropy and negative log likelihood: log probabilities [N, C, ...] with labels."""
+    log_p, labels = node._saved_self.detach(), node._saved_target
+    ignored = node._saved_ignore_index
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    counted = labels != ignored
+    num_counted = int(counted.sum())
+    if num_counted == 0:
+        return Target(log_p.shape[min(1, log_p.ndim - 1)], labels.numel(), labels.numel(), math.nan)
+    rows = log_p.movedim(1, -1)[counted] if log_p.ndim > 1 else log_p[None]
+    certain = rows.amax(-1) > math.log1p(-_CERTAIN)
+    mean = F.nll_loss(rows.float(), labels[counted].reshape(-1))
+    return Target(
+        rows.shape[-1], labels.numel(), labels.numel() - num_counted, float(mean), float(certain.float().mean())
+    )
+
+
+def _binary(node: Any) -> Target:
+    """Binary cross entropy of logits: every element is a row of two classes."""
+    logits, labels = node._saved_self.detach().float(), node._saved_target.float()
+    certain = logits.abs() > math.log(1 / _CERTAIN)
+    mean = F.binary_cross_entropy_with_logits(logits, labels)
+    return Target(2, logits.numel(), 0, float(mean), float(certain.float().mean()))
+
+
+_TARGETS = {
+    "NllLossBackward0": _likelihood,
+    "NllLoss2DBackward0": _likelihood,
+    "BinaryCrossEntropyWithLogitsBackward0": _binary,
+}
