@@ -16,7 +16,7 @@ from torch import nn
 from pyscan.case import BLIND_CHECKPOINT, Case, Cause
 from pyscan.causes_forward import look_at_forward
 from pyscan.preserve import backward
-from pyscan.sites import find_sites
+from pyscan.sites import fused_experts
 from pyscan.weights import quantised
 
 
@@ -26,7 +26,7 @@ def explain(case: Case) -> dict[str, Cause]:
     for name in case.names("zero", "none", "nan", "inf"):
         if (cause := next(filter(None, (rule(case, name) for rule in _RULES)), None)) is not None:
             causes[name] = cause
-    for step in (_underflow, look_at_forward, _flat, _unknown):
+    for step in (_underflow, _zero_loss, look_at_forward, _flat, _unknown):
         rest = [name for name in case.names("zero", "none", "nan", "inf") if name not in causes]
         causes |= step(case, rest) if rest else {}
     return {name: causes[name] for name in [*case.statuses, *causes] if name in causes}
@@ -96,13 +96,12 @@ _NO_TOKENS = Cause("expert_without_tokens", "expert without tokens: the router s
 
 def _of_experts(case: Case) -> Iterator[tuple[str, Cause]]:
     """Experts fused into one parameter that is ok as a whole: those whose part is zero, as `name[3]`."""
-    if not any(p.ndim == 3 and p.grad is not None for p in case.parameters.values()):
+    if all(parameter.ndim < 3 for parameter in case.parameters.values()):
         return
-    for site in find_sites(case.model).sites:
-        if site.expert is None or site.parameter is None or site.parameter.grad is None:
-            continue
-        if case.statuses.get(site.name.rpartition("[")[0]) == "ok" and not bool(site.parameter.grad[site.expert].any()):
-            yield site.name, _NO_TOKENS
+    for name, parameter in fused_experts(case.model):
+        if case.statuses.get(name) == "ok" and parameter.grad is not None:
+            has_any = parameter.grad.flatten(1).any(1).tolist()
+            yield from ((f"{name}[{expert}]", _NO_TOKENS) for expert, has in enumerate(has_any) if not has)
 
 
 def _checkpoint(case: Case, name: str) -> Cause | None:
@@ -129,8 +128,6 @@ def _loss(case: Case, name: str) -> Cause | None:
         return Cause("loss_constant", text)
     if status != "none" and not math.isfinite(value):
         return Cause("loss_not_finite", f"the loss itself is {value}: pyscan.trace_nonfinite(model, batch) says where")
-    if status == "zero" and value == 0 and not case.names("ok", "nan", "inf"):
-        return Cause("loss_zero", "the loss itself is 0, and so is every gradient")
     return None
 
 
@@ -177,6 +174,13 @@ def _needs_scale(scale: float, size: float) -> Cause:
     needed = 2.0 ** math.ceil(math.log2(scale * 2.0**-14 / size))
     text = f"underflow in fp16: zero as it is, {size / scale:.2g} with the loss scaled; scale it by {needed:.0f}"
     return Cause("underflow", f"{text} (torch.amp.GradScaler(init_scale={needed:.0f}))")
+
+
+def _zero_loss(case: Case, names: list[str]) -> dict[str, Cause]:
+    if case.loss is None or float(case.loss.detach()) != 0 or case.names("ok", "nan", "inf"):
+        return {}
+    cause = Cause("loss_zero", "the loss itself is 0, and so is every gradient")
+    return {name: cause for name in names if case.statuses[name] == "zero"}
 
 
 def _flat(case: Case, names: list[str]) -> dict[str, Cause]:

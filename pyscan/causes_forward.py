@@ -81,10 +81,9 @@ class _Tracer:
 
     def _never_called(self, name: str) -> Cause:
         owner = name.rpartition(".")[0]
-        is_pooler = "pooler" in name.split(".")
         if owner in self._tape.called:
-            return Cause("never_called", f"never used: {owner!r} is called, but does not touch it", is_pooler)
-        return Cause("never_called", f"never called: {owner!r} takes no part in the forward", is_pooler)
+            return Cause("never_called", f"never used: {owner!r} is called, but does not touch it", _is_pooler(name))
+        return Cause("never_called", f"never called: {owner!r} takes no part in the forward", _is_pooler(name))
 
     def _cut(self, name: str) -> Cause:
         """Where the way from a used parameter to the loss loses its gradient."""
@@ -95,7 +94,7 @@ class _Tracer:
             return _behind("detach()" if explicit[0].op in _DETACHING else "no_grad", explicit[0])
         if cuts:
             return _behind(f"{cuts[0].op}, which has no gradient,", cuts[0])
-        return Cause("not_in_loss", "used, but what is computed with it does not reach the loss")
+        return Cause("not_in_loss", "used, but what is computed with it does not reach the loss", _is_pooler(name))
 
     def _zero(self, name: str) -> Cause | None:
         meets = self._meets(name)
@@ -151,12 +150,19 @@ class _Tracer:
         return None
 
 
+def _is_pooler(name: str) -> bool:
+    """Encoders bring one along, and most losses do not use it."""
+    return "pooler" in name.split(".")
+
+
 def _place(event: Event) -> str:
     return f"{event.op} in {event.module!r}" if event.module else event.op
 
 
 def _behind(what: str, event: Event) -> Cause:
-    return Cause("detached", f"used only behind {what} in {event.module!r}" if event.module else f"used only behind {what}")
+    return Cause(
+        "detached", f"used only behind {what} in {event.module!r}" if event.module else f"used only behind {what}"
+    )
 
 
 def _dead(text: str) -> Cause:

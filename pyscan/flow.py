@@ -6,19 +6,13 @@ lists and leaves everything as it was. Hands back a FlowReport; causes.py finds 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import NamedTuple
-
-import torch
 from torch import Tensor, nn
 
-from pyscan.accumulate import to_local
 from pyscan.case import Case, Cause
 from pyscan.causes import explain
-from pyscan.engine import DTYPES, reduce
-from pyscan.graph import Graph
 from pyscan.flow_table import table
+from pyscan.grad_stats import GradStats, gradient_stats
+from pyscan.graph import Graph
 from pyscan.parallel import refuse_synchronised, without_sync
 from pyscan.preserve import Batch, backward, run_loss, running, untouched
 from pyscan.sites import parameters_of
@@ -26,34 +20,18 @@ from pyscan.sites import parameters_of
 STATUSES = ("ok", "zero", "none", "nan", "inf")
 
 
-class GradStats(NamedTuple):
-    """The smallest and the largest element of a gradient, and its norm."""
-
-    min: float
-    max: float
-    norm: float
-
-    @property
-    def status(self) -> str:
-        if math.isnan(self.min) or math.isnan(self.max):
-            return "nan"
-        if math.isinf(self.min) or math.isinf(self.max):
-            return "inf"
-        return "zero" if self.min == self.max == 0 else "ok"
-
-
 class FlowReport(dict[str, list[str]]):
     """Names of parameters by status: "ok", "zero", "none", "nan", "inf". Printed, it is the table.
 
     causes   why, for each name that is not ok, and for each fused expert (`name[3]`) that got nothing
-    stats    smallest and largest element and norm of each gradient there is
+    stats    smallest and largest element and norm of the gradient of every parameter; None where there is none
     loss     the value of the loss, where there was one
     """
 
     def __init__(self, stats: dict[str, GradStats | None], loss: float | None) -> None:
         super().__init__({status: [] for status in STATUSES})
         self.loss = loss
-        self.stats = {name: found for name, found in stats.items() if found is not None}
+        self.stats = stats
         self.causes: dict[str, Cause] = {}
         for name, found in stats.items():
             self["none" if found is None else found.status].append(name)
@@ -77,9 +55,9 @@ def check_grad_flow(
             without `loss` it is run, with `loss` it is used to learn why a gradient is missing
     Without either, the gradients that an earlier backward has left are read.
 
-    Gradients (also half accumulated), buffers, random generators, hooks and the row of an attached scanner are as before.
-    Only a tensor that was given `retain_grad()` by hand sees this backward too. Needs memory for one more set of
-    gradients. With data parallelism it looks at the gradients of its own rank and communicates with nobody.
+    Gradients (also half accumulated), buffers, random generators, hooks and the row of an attached scanner are as they
+    were; only a tensor with `retain_grad()` sees this backward too. Needs memory for one more set of gradients. With
+    data parallelism a batch is run between two steps, by each rank for itself: no other is waited for.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -124,36 +102,10 @@ def _of_graph(case: Case, loss: Tensor, graph: Graph) -> FlowReport:
 
 
 def _report(case: Case, loss: float | None) -> FlowReport:
-    report = FlowReport(gradient_stats(case.parameters.items()), loss)
+    report = FlowReport(gradient_stats(case.parameters), loss)
     case.statuses = {name: status for status, names in report.items() for name in names}
     report.causes = explain(case)
     return report
-
-
-def gradient_stats(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, GradStats | None]:
-    """Per name the numbers of its gradient; None where there is none."""
-    return {name: None if p.grad is None else grad_stats(p.grad) for name, p in parameters}
-
-
-def grad_stats(grad: Tensor) -> GradStats:
-    """What this rank holds of a gradient; a sparse one by its rows, a complex one by its parts."""
-    values = to_local(grad.detach())
-    if values.is_sparse:
-        values = values.coalesce()._values()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if not values.numel():
-        return GradStats(0.0, 0.0, 0.0)
-    smallest, largest = values.aminmax()
-    return GradStats(float(smallest), float(largest), _norm(values))
-
-
-def _norm(values: Tensor) -> float:
-    """In float64 from one read where there is an engine; NaN or infinite only if an element is."""
-    if values.is_cpu and values.dtype in DTYPES:
-        squares, _, bad = reduce(values, block=0)
-        return math.nan if bad.any() else math.sqrt(float(squares.sum()))
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _check_loss(loss: Tensor) -> None:

@@ -27,6 +27,7 @@ class ForwardWatch:
         on_end: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
+        self.active = True  # losses and tokens count
         self._mask = mask
         self._on_begin = on_begin
         self._on_end = on_end
@@ -48,7 +49,7 @@ class ForwardWatch:
         return (sum(float(loss) for loss in losses) / len(losses) if losses else None), tokens
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
             return
         mask = kwargs.get(self._mask) if self._mask else None
         mask = mask.bool() if isinstance(mask, Tensor) else None
@@ -60,7 +61,7 @@ class ForwardWatch:
         self._on_begin(mask)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss):

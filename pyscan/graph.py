@@ -18,32 +18,41 @@ from torch import Tensor
 
 
 class Graph:
-    """The nodes behind a loss, each once."""
+    """The nodes behind a loss, walked through when they are first asked for."""
 
     def __init__(self, loss: Tensor) -> None:
-        self.leaves: list[Tensor] = []
-        self.num_checkpoints = 0  # of the reentrant kind
-        self.has_half = False
-        self._targets: list[Any] = []
-        if loss.requires_grad and loss.grad_fn is None:
-            self.leaves.append(loss)
-        for node in _nodes(loss.grad_fn):
-            self._read(node)
+        self._loss = loss
 
-    def _read(self, node: Any) -> None:
-        name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            self.leaves.append(node.variable)
-            return
-        self.num_checkpoints += name == "CheckpointFunctionBackward"
-        self.has_half = self.has_half or any(meta.dtype is torch.float16 for meta in node._input_metadata)
-        if name in _TARGETS:
-            self._targets.append(node)
+    @functools.cached_property
+    def _nodes(self) -> dict[str, list[Any]]:
+        """By name, each once."""
+        found: dict[str, list[Any]] = {}
+        for node in _nodes(self._loss.grad_fn):
+            found.setdefault(node.name(), []).append(node)
+        return found
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The tensors whose .grad a backward would fill, as far as they are known before reentrant checkpoints run."""
+        if self._loss.grad_fn is None:
+            return [self._loss] if self._loss.requires_grad else []
+        return [node.variable for node in self._nodes.get("torch::autograd::AccumulateGrad", [])]
+
+    @property
+    def num_checkpoints(self) -> int:
+        """How often the reentrant kind of checkpointing was used."""
+        return len(self._nodes.get("CheckpointFunctionBackward", []))
+
+    @property
+    def has_half(self) -> bool:
+        """Whether anything passes through fp16."""
+        nodes = (node for name, group in self._nodes.items() if "Accumulate" not in name for node in group)
+        return any(meta.dtype is torch.float16 for node in nodes for meta in node._input_metadata)
 
     @functools.cached_property
     def targets(self) -> list[Target]:
         """The classification losses; to be read while the graph is there."""
-        return [_TARGETS[node.name()](node) for node in self._targets]
+        return [read(node) for name, read in _TARGETS.items() for node in self._nodes.get(name, [])]
 
 
 @dataclass(frozen=True)

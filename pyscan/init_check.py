@@ -1,7 +1,7 @@
 """Step 1: are the weights that a model starts with such that it can be trained.
 
 Receives a model and a batch, or what a scanner has of its first step, and hands on Findings: sites that amplify far
-more than the others, weights far larger than the rest, a first loss far above chance, probabilities that are all 0 or 1.
+more than the others, weights far larger than the rest, a first loss far above chance, probabilities of 0 and 1 only.
 A healthy model has none, whether its weights are random or trained.
 """
 
@@ -56,7 +56,9 @@ class InitReport:
         return bool(self.findings)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.findings)) or f"nothing to object to in the first step of {len(self.gains)} sites"
+        return (
+            "\n".join(map(str, self.findings)) or f"nothing to object to in the first step of {len(self.gains)} sites"
+        )
 
 
 def check_init(model: nn.Module, batch: Batch, *, verbose: bool = True) -> InitReport:
@@ -84,7 +86,7 @@ def check_init(model: nn.Module, batch: Batch, *, verbose: bool = True) -> InitR
 def judge_init(
     weights: Mapping[str, float], targets: list[Target], *, gains: Mapping[str, float] | None = None
 ) -> InitReport:
-    """Findings from the weights' own gains, the classification losses and, where they were measured, the sites' gains."""
+    """Findings from the gains of the weights, the classification losses and, where measured, the gains of the sites."""
     findings = [_too_large("gain", name, *pair) for name, pair in _outliers(gains or {}).items()]
     seen = {finding.site for finding in findings}
     findings += [_too_large("weight", n, *pair) for n, pair in _outliers(weights).items() if n not in seen]
@@ -166,5 +168,3 @@ def _first(values: tuple[Any, ...]) -> Tensor | None:
 
 def _mean_square(x: Tensor) -> float:
     return float(x.detach().double().square().mean())
-
-

@@ -61,8 +61,8 @@ def trace_nonfinite(model: nn.Module, batch: Batch) -> NonFinite | None:
 
     batch   what the model is called with (keywords, arguments or one tensor), or a function that returns the loss
 
-    The weights should be those from before the bad step. Every operation is checked: a few times slower than a step. State
-    is left as `pyscan.check_grad_flow` leaves it.
+    The weights should be those from before the bad step. Every operation is checked: a few times slower than a step.
+    State is left as `pyscan.check_grad_flow` leaves it.
     """
     trace = _Trace(model, batch)
     with untouched(model), running(model), without_sync(model), trace.following(model), trace:
@@ -75,11 +75,11 @@ def trace_nonfinite(model: nn.Module, batch: Batch) -> NonFinite | None:
     return min(origins, key=lambda origin: origin.order, default=None)
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Remembers for every bad tensor where its badness was made."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._origins: dict[int, NonFinite] = {}  # address of a storage -> who spoiled it
         self._modules: list[str] = [""]
         # Nodes are numbered as they are made: from which number on which module made them.
@@ -143,7 +143,7 @@ class _Trace(TorchDispatchMode):
         op = str(func)
         if _graph_task() == -1 or len(self._modules) > 1:  # a checkpoint runs modules inside the backward
             return NonFinite(what, op, self._modules[-1], "forward", where=_where(), order=self._num_ops)
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         module = self._makers[bisect.bisect_right(self._numbers, node._sequence_nr()) - 1]
         return NonFinite(what, op, module, "backward", node.name(), order=self._num_ops)
 

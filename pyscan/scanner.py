@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import hooks
+from pyscan import attached, hooks
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
@@ -103,6 +103,7 @@ class Scanner:
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
         self._row_start = _clock()
+        attached.add(self)
         self._announce()
 
     # What users call
@@ -128,6 +129,11 @@ class Scanner:
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
         return dict(self._inventory.coverage)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is scanned."""
+        return self._model
 
     @property
     def overhead(self) -> float:
@@ -163,6 +169,7 @@ class Scanner:
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
         self._off = True
+        attached.discard(self)
         self._steps.remove()
         self._unwatch_sites()
         if self._writer is not None:
@@ -361,6 +368,7 @@ class Scanner:
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.active = self._is_due()
+        self._forward.active = not self._paused
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""

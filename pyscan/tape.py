@@ -84,7 +84,8 @@ class Tape(TorchFunctionMode):
         needs_grad = any(tensor.requires_grad for tensor in given)
         event = self._event(name, given) if name else None  # before the call, which may change its arguments
         out = func(*args, **(kwargs or {}))
-        if event is not None and given and (made := list(_tensors(out))):
+        made = [t for t in _tensors(out) if id(t) not in self._names]  # `weight.to(...)` may be the weight itself
+        if event is not None and given and made:
             event.is_cut = needs_grad and not any(t.requires_grad for t in made)
             self._add(event, made)
         return out
@@ -104,8 +105,8 @@ class Tape(TorchFunctionMode):
         event.is_zero, event.outputs = all(map(_is_zero, made)), made
         for tensor in made:
             self._made_by[id(tensor)] = len(self.events)
-            if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(_note_gradient(event))
+            if tensor.grad_fn is not None and torch.is_grad_enabled():
+                tensor.register_hook(_note_gradient(event))  # type: ignore[no-untyped-call]
         self.events.append(event)
 
     def _enter(self, name: str) -> Callable[..., None]:

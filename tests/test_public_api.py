@@ -70,8 +70,19 @@ def imports_of(path: Path) -> set[str]:
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
-WRITING += ["attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel", "init_check"]
-WRITING += ["nonfinite"]
+WRITING += [
+    "attached",
+    "flow",
+    "case",
+    "causes",
+    "causes_forward",
+    "graph",
+    "tape",
+    "preserve",
+    "parallel",
+    "init_check",
+]
+WRITING += ["nonfinite", "grad_stats", "flow_table"]
 
 
 @pytest.mark.parametrize("module", READING)
