@@ -6,6 +6,7 @@ grad-enabled forwards; during a forward, the mask named by the user.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyscan.gradients import make_nothing, nothing
+from pyscan.graph import Graph, Target
 
 
 class ForwardWatch:
@@ -33,6 +35,7 @@ class ForwardWatch:
         self._on_end = on_end
         self._losses: list[Tensor] = []
         self._num_tokens: int | None = None
+        self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after, on_error)),
@@ -66,6 +69,10 @@ class ForwardWatch:
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss):
             self._losses.append(loss.detach())
+            if self.targets is None:
+                self.targets = []
+                with contextlib.suppress(RuntimeError):  # what is saved may be offloaded, or not be kept at all
+                    self.targets = Graph(loss).targets
         self._on_end()
 
 

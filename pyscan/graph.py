@@ -87,19 +87,24 @@ _CERTAIN = 1e-3
 
 
 def _likelihood(node: Any) -> Target:
-    """Cross entropy and negative log likelihood: log probabilities [N, C, ...] with labels."""
+    """Cross entropy and negative log likelihood: log probabilities [N, C, ...] with labels. Copies none of them."""
     log_p, labels = node._saved_self.detach(), node._saved_target
+    if log_p.ndim == 1:
+        log_p, labels = log_p[None], labels[None]
+    num_classes = log_p.shape[1]
     ignored = node._saved_ignore_index
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-    counted = labels != ignored
+    counted = labels != (ignored - 2**64 if ignored >= 2**63 else ignored)
     num_counted = int(counted.sum())
     if num_counted == 0:
-        return Target(log_p.shape[min(1, log_p.ndim - 1)], labels.numel(), labels.numel(), math.nan)
-    rows = log_p.movedim(1, -1)[counted] if log_p.ndim > 1 else log_p[None]
-    certain = rows.amax(-1) > math.log1p(-_CERTAIN)
-    mean = F.nll_loss(rows.float(), labels[counted].reshape(-1))
+        return Target(num_classes, labels.numel(), labels.numel(), math.nan)
+    right = log_p.gather(1, labels.clamp(0, num_classes - 1).unsqueeze(1)).squeeze(1)[counted]
+    certain = log_p.amax(1)[counted] > math.log1p(-_CERTAIN)
     return Target(
-        rows.shape[-1], labels.numel(), labels.numel() - num_counted, float(mean), float(certain.float().mean())
+        num_classes,
+        labels.numel(),
+        labels.numel() - num_counted,
+        -float(right.double().mean()),
+        float(certain.double().mean()),
     )
 
 

@@ -31,6 +31,7 @@ from pyscan.config import Event, ScanConfig
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.gradients import GradientReader
+from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import Row, param_stats
 from pyscan.schema import Schema
 from pyscan.sites import Inventory, find_sites
@@ -93,6 +94,7 @@ class Scanner:
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
+        self._judged = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -289,6 +291,7 @@ class Scanner:
                 )
                 self._keep(row)
                 self._explain_silence(cells)
+                self._judge_start(cells)
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -322,6 +325,14 @@ class Scanner:
         if silent:
             reason = self._inventory.coverage[silent[0]]
             self._event("input_not_seen", site=silent[0], sites=silent, text=f"{len(silent)} sites, {reason}")
+
+    def _judge_start(self, cells: NDArray[np.float64]) -> None:
+        """Say once, at the first row that has gradients, what is wrong with the weights the run started with."""
+        if self._judged or not self.buffer.has_grads(cells):
+            return
+        self._judged = True
+        for finding in judge_init(weight_gains(self._inventory.sites), self._forward.targets or []).findings:
+            self._event("init", site=finding.site, text=finding.text, value=finding.value, limit=finding.limit)
 
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""

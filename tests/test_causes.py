@@ -151,6 +151,16 @@ def test_the_first_lora_factor_is_zero_at_step_1_and_no_longer_at_step_2() -> No
     assert check(model, batch=batch(0))["zero"] == []
 
 
+def test_a_lora_factor_that_is_zero_for_another_reason_is_not_expected() -> None:
+    model = nn.Module()
+    model.lora_A, model.lora_B = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+    loss = model.lora_B(model.lora_A(X) * 0).sum() + 1
+    causes = check(model, loss).causes
+    assert {name: cause.kind for name, cause in causes.items()} == dict.fromkeys(
+        ["lora_A.weight", "lora_B.weight"], "loss_constant"
+    )
+
+
 class Experts(nn.Module):
     """Experts that are modules of their own; `how` the one without tokens is left out."""
 

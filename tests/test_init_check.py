@@ -1,6 +1,7 @@
 """The first step: a head that is initialised too large is flagged before anything explodes, healthy ones are not."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,8 @@ def test_dense_labels_are_read_too() -> None:
     (target,) = Graph(F.cross_entropy(logits, torch.zeros(2, 3, 3, dtype=torch.int64))).targets
     assert (target.num_classes, target.num_rows, target.certain) == (5, 18, 0.0)
     assert target.loss == pytest.approx(math.log(5))
+    single = F.cross_entropy(torch.zeros(5, requires_grad=True), torch.tensor(3))
+    assert Graph(single).targets[0].loss == pytest.approx(math.log(5))
 
 
 def test_a_language_model_is_judged_against_its_vocabulary() -> None:
@@ -146,3 +149,24 @@ def test_a_language_model_is_judged_against_its_vocabulary() -> None:
     assert report.chance == pytest.approx(math.log(families.VOCAB))
     nn.init.normal_(family.model.lm_head.weight, std=5.0)
     assert {finding.kind for finding in check(family.model, batch(0)).findings} >= {"gain", "loss"}
+
+
+@pytest.mark.parametrize("std", [5.0, 0.02])
+def test_a_scanner_judges_the_first_step_by_itself(std: float, tmp_path: Path) -> None:
+    family = llama()
+    nn.init.normal_(family.model.lm_head.weight, std=std)
+    optimizer = torch.optim.SGD(family.model.parameters(), 1e-3)
+    with pyscan.attach(family.model, tmp_path / "run.mscan", optimizer=optimizer) as scan:
+        for k in range(3):
+            family.model(**batch(k)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [event for event in pyscan.open(tmp_path / "run.mscan").events if event["kind"] == "init"]
+    assert found == [event for event in scan.events if event["kind"] == "init"]
+    if std == 0.02:
+        assert found == []
+        return
+    assert found[0]["site"] == "lm_head.weight"
+    assert "is so large that it amplifies a random input" in found[0]["text"]
+    assert found[1]["text"].startswith("the first loss is ")
+    assert {event["step"] for event in found} == {1}, "once, at the first step"
