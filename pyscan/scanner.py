@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import hooks, threads
+from pyscan import attached, hooks, threads
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
@@ -32,6 +32,7 @@ from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
+from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import Row, param_stats
 from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
@@ -100,6 +101,7 @@ class Scanner:
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
+        self._judged = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -110,6 +112,7 @@ class Scanner:
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
+        attached.add(self)
         self._announce()
 
     # What users call
@@ -147,6 +150,11 @@ class Scanner:
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
         return dict(self._inventory.coverage)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is scanned."""
+        return self._model
 
     @property
     def overhead(self) -> float:
@@ -187,6 +195,7 @@ class Scanner:
             except Exception as error:
                 self._fail(error)
         self._off = True
+        attached.discard(self)
         self._steps.remove()
         self._unwatch_sites()
         if self._writer is not None:
@@ -321,6 +330,8 @@ class Scanner:
                 self._lookout.row(row)
                 if not self._silence.done:
                     self._silence.explain(cells)
+                if not self._judged:
+                    self._judge_start(cells)
         self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
@@ -336,6 +347,14 @@ class Scanner:
         """As many as torch has; a loop may change that."""
         num_threads = torch.get_num_threads()
         self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
+
+    def _judge_start(self, cells: NDArray[np.float64]) -> None:
+        """Say once, at the first row that has gradients, what is wrong with the weights the run started with."""
+        if not self.buffer.has_grads(cells):
+            return
+        self._judged = True
+        for finding in judge_init(weight_gains(self._inventory.sites), self._forward.targets or []).findings:
+            self._event("init", site=finding.site, text=finding.text, value=finding.value, limit=finding.limit)
 
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
@@ -384,6 +403,7 @@ class Scanner:
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()
+        self._forward.active = not self._paused
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
