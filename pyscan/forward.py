@@ -34,6 +34,9 @@ class ForwardWatch:
         self._on_begin = on_begin
         self._on_end = on_end
         self._losses: list[Tensor] = []
+        self._are_shares = False  # the losses of the micro-batches add up to that of the step
+        self._noted: list[Tensor | float] = []
+        self._noted_tokens: int | None = None
         self._num_tokens: int | None = None
         self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
@@ -45,11 +48,22 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
 
+    def note(self, loss: Tensor | float | None, tokens: int | None) -> None:
+        """What the loop says of a micro-batch; it goes before what the model says."""
+        if loss is not None:
+            self._noted.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        if tokens is not None:
+            self._noted_tokens = (self._noted_tokens or 0) + tokens
+
     def take(self) -> tuple[float | None, int | None]:
-        """Mean loss and number of tokens since the last call; None where the model does not say."""
-        losses, self._losses = self._losses, []
-        tokens, self._num_tokens = self._num_tokens, None
-        return (sum(float(loss) for loss in losses) / len(losses) if losses else None), tokens
+        """Mean loss and number of tokens since the last call; None where neither the loop nor the model says."""
+        losses = self._noted or self._losses
+        num_parts = 1 if self._are_shares and not self._noted else len(losses)
+        loss = sum(float(loss) for loss in losses) / num_parts if losses else None
+        tokens = self._num_tokens if self._noted_tokens is None else self._noted_tokens
+        self._noted, self._losses, self._are_shares = [], [], False
+        self._num_tokens = self._noted_tokens = None
+        return loss, tokens
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.active or not torch.is_grad_enabled():
@@ -61,6 +75,8 @@ class ForwardWatch:
             is_masked = mask is not None and mask.shape == ids.shape and _has_value(mask)
             count = int(mask.sum()) if mask is not None and is_masked else ids.numel()
             self._num_tokens = (self._num_tokens or 0) + count
+        # Models of transformers that are told the items of the whole step divide each loss by them.
+        self._are_shares |= kwargs.get("num_items_in_batch") is not None
         self._on_begin(mask)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

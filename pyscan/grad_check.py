@@ -42,14 +42,15 @@ def row_counts(sites: Sequence[SiteInfo], cells: NDArray[np.float64]) -> dict[st
     return {name: int(count) for name, count in count_states(sums, sums < 0, num_bad).items()}
 
 
-def run_counts(run: Run) -> Counts:
-    """The counts of every row of a run, as arrays [steps]."""
+def run_counts(run: Run, steps: slice | None = None) -> Counts:
+    """The counts of the rows of a run, as arrays [steps]; `steps` picks rows by their place."""
     sites = [site for site in run.sites if site.tied_to is None and site.num_blocks]
-    total: Counts = {name: np.zeros(len(run.steps), np.int64) for name in NAMES.values()}
+    num_rows = len(run.steps[steps or slice(None)])
+    total: Counts = {name: np.zeros(num_rows, np.int64) for name in NAMES.values()}
     has_counts = any(channel.name == "grad_bad" for channel in run.channels)
     for site in sites:
-        norms = run.grad(site.name)
-        bad: Any = run.get("grad_bad", site.name) if has_counts else 0.0
+        norms = run.grad(site.name, steps=steps)
+        bad: Any = run.get("grad_bad", site.name, steps=steps) if has_counts else 0.0
         found = count_states(norms[:, None], is_absent(norms)[:, None], np.reshape(bad, (-1, 1)))
         total = {name: total[name] + found[name] for name in total}
     return total

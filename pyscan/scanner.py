@@ -24,10 +24,12 @@ from torch import nn
 
 import pyscan
 from pyscan import attached, hooks, threads
+from pyscan.alarms import ADVICE
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
 from pyscan.config import Event, ScanConfig
+from pyscan.figures import row_figures
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.grad_check import row_counts
@@ -94,6 +96,7 @@ class Scanner:
         self.config = config
         self.events: list[Event] = []
         self.rows: list[Row] = []  # every finished row, when there is no file
+        self.loggers: dict[str, str] = {}  # name of a logger -> the id of its run, kept by checkpoints
         self._model = model
         self._off = False
         self._paused = 0
@@ -129,6 +132,16 @@ class Scanner:
         except Exception as error:
             self._fail(error)
 
+    def note(self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> None:
+        """Tell the loss and the tokens of a micro-batch, where the model's own output or input does not.
+
+        Called before the optimizer steps; the row gets the mean of the losses and the sum of the tokens.
+        """
+        try:
+            self._forward.note(loss, tokens)
+        except Exception as error:
+            self._fail(error)
+
     def latest(self) -> dict[str, Any]:
         """The newest finished row: step, token_count and, per site, activation and gradient norm and their blocks."""
         if self._latest is None:
@@ -146,6 +159,18 @@ class Scanner:
             return {}
         row, buffer = self._latest
         return row_counts(buffer.layout.schema.sites, row.cells)
+
+    def figures(self) -> dict[str, float]:
+        """A handful of numbers about the newest row, for a logger: `pyscan/grad_norm` (of all weights together, before
+        clipping), `pyscan/act_max`, `pyscan/grad_max`, `pyscan/bad_values`, `pyscan/alarms`, `pyscan/overhead`, and those
+        of `grad_check`."""
+        if self._latest is None:
+            return {}
+        row, buffer = self._latest
+        sites = buffer.layout.schema.sites
+        alarms = sum(event["kind"] in ADVICE for event in self.events)
+        figures = row_figures(sites, row.cells) | {"pyscan/alarms": float(alarms), "pyscan/overhead": self.overhead}
+        return figures | row_counts(sites, row.cells)
 
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
@@ -186,6 +211,11 @@ class Scanner:
         """Continue after the step of a checkpoint; later rows of the abandoned timeline are void."""
         self._step = int(state["step"]) + 1
         self._set_active()
+
+    def flush(self) -> None:
+        """Bring every finished row into the file, where readers see it and a kill does not reach it."""
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""

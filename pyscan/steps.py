@@ -101,9 +101,14 @@ def unwrap(optimizer: OptimizerLike) -> Optimizer:
 
 
 def _inner(optimizer: OptimizerLike) -> Any:
-    while not isinstance(optimizer, Optimizer) and hasattr(optimizer, "optimizer"):
+    while not _takes_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _takes_hooks(optimizer: OptimizerLike) -> bool:
+    """Accelerate's wrapper calls itself an Optimizer without ever having been made one."""
+    return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def unwrap_all(optimizer: OptimizerLike | Iterable[OptimizerLike] | None) -> list[Optimizer]:
