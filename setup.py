@@ -16,6 +16,11 @@ EXTRAS = {
     "cli": ["rich>=13"],
     "arrow": ["pyarrow>=15"],
     "pandas": ["pandas>=2"],
+    "transformers": ["transformers>=4.48", "accelerate>=1.0"],
+    "lightning": ["lightning>=2.2"],
+    "accelerate": ["accelerate>=1.0"],
+    "wandb": ["wandb>=0.19.10", "pillow>=10"],
+    "tensorboard": ["tensorboard>=2.11"],
 }
 EXTRAS["all"] = sorted({requirement for group in EXTRAS.values() for requirement in group})
 
@@ -49,7 +54,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["pyscan", "pyscan.commands", "pyscan.kernels"],
+    packages=["pyscan", "pyscan.commands", "pyscan.integrations", "pyscan.kernels"],
     package_dir={"pyscan": "pyscan", "pyscan.kernels": "kernels"},
     package_data={"pyscan": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("pyscan._C", sources=[])],

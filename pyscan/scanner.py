@@ -24,8 +24,8 @@ from torch import nn
 
 import pyscan
 from pyscan import attached, hooks, threads
-from pyscan.alarms import ADVICE
 from pyscan.accumulate import StepBuffer, channels, site_info
+from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
 from pyscan.capture import Capture
 from pyscan.config import Event, ScanConfig
@@ -161,9 +161,8 @@ class Scanner:
         return row_counts(buffer.layout.schema.sites, row.cells)
 
     def figures(self) -> dict[str, float]:
-        """A handful of numbers about the newest row, for a logger: `pyscan/grad_norm` (of all weights together, before
-        clipping), `pyscan/act_max`, `pyscan/grad_max`, `pyscan/bad_values`, `pyscan/alarms`, `pyscan/overhead`, and those
-        of `grad_check`."""
+        """A handful of numbers about the newest row, for a logger: those of `grad_check` and `pyscan/grad_norm` (of all
+        weights together, before clipping), `.../act_max`, `grad_max`, `bad_values`, `alarms` and `overhead`."""
         if self._latest is None:
             return {}
         row, buffer = self._latest

@@ -71,9 +71,11 @@ def imports_of(path: Path) -> set[str]:
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
 READING += ["watch", "alarms", "levels", "first_bad", "health", "grad_check"]
+READING += [f"integrations/{name}" for name in ("curves", "heatmap", "follow", "tensorboard", "wandb")]
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
 WRITING += ["lookout", "attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel"]
-WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table"]
+WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table", "figures"]
+WRITING += [f"integrations/{name}" for name in ("session", "transformers", "lightning")]
 
 
 @pytest.mark.parametrize("module", READING)
@@ -92,6 +94,6 @@ def test_each_stage_knows_only_what_is_below_it() -> None:
     assert not {name for name in imports_of(ROOT / "hooks.py") if "accumulate" in name or "capture" in name}
     assert not {name for name in imports_of(ROOT / "capture.py") if "writer" in name or "scanner" in name}
     assert not {name for name in imports_of(ROOT / "writer.py") if "torch" in name or "accumulate" in name}
-    for path in [*ROOT.glob("*.py"), *(ROOT / "commands").glob("*.py")]:
+    for path in [*ROOT.glob("*.py"), *(ROOT / "commands").glob("*.py"), *(ROOT / "integrations").glob("*.py")]:
         if path.name not in ("__main__.py", "__init__.py", "cli.py"):
             assert "pyscan.cli" not in imports_of(path), path

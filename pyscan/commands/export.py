@@ -58,7 +58,7 @@ class Export(Verb):
         parser.add_argument("--to", choices=formats, required=True, help="format of the output")
         add_selection(parser)
         parser.add_argument("--every", metavar="N", type=int, help="dashboards: steps that are multiples of N (1)")
-        parser.add_argument("--heat-every", metavar="N", type=int, help="dashboards: steps with heat maps (100); 0: none")
+        parser.add_argument("--heat-every", metavar="N", type=int, help="dashboards: heat maps every N steps (100)")
         add_output(parser, "the table")
 
     def run(self, args: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""pyscan inside the trainers and beside the dashboards people already use; each module needs the library it is named after."""
+"""pyscan inside the trainers and beside the dashboards people use; each module needs the library it is named after."""

@@ -1,7 +1,7 @@
 """A thread that reads a scan's file while it grows and shows the new rows to a sink: a dashboard of some kind.
 
-Receives the scan, a sink and how often to look. Nothing of this runs on the training thread, and what goes wrong here ends
-the following, with one warning, and not the run.
+Receives the scan, a sink and how often to look. Nothing of this runs on the training thread, and what goes wrong here
+ends the following, with one warning, and not the run.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Follower:
 
     def _give_up(self, error: Exception) -> None:
         self.error = error
-        text = f"pyscan no longer shows rows: {type(error).__name__}: {error}. They are still recorded in {self._scan.path}."
+        text = f"pyscan no longer shows rows: {type(error).__name__}: {error}. They are still recorded."
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         except Warning:

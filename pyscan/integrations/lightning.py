@@ -1,7 +1,7 @@
 """`Trainer(callbacks=[ScanCallback("run.mscan")])`: a scan of what Lightning trains.
 
-The callback attaches when training begins, tells the scan the loss of every backward, keeps the scan's place in Lightning's
-checkpoints and continues the file from there, and gives the loggers a few figures whenever Lightning itself logs.
+The callback attaches when training begins, tells the scan the loss of every backward, keeps the scan's place in
+Lightning's checkpoints and continues the file from there, and gives the loggers a few figures when Lightning logs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ScanCallback(_library().Callback):  # type: ignore[misc]
 
     module   name of the submodule to scan; default: the only one that holds weights, so that names are those of the
              bare model, or the LightningModule itself if there are several
-    follow   called with the scan once it is attached, for instance `lambda scan: tensorboard.follow(scan, "runs/scan")`;
+    follow   called with the scan once it is attached, such as `lambda scan: tensorboard.follow(scan, "runs/scan")`;
              what it returns is closed when training ends
     """
 

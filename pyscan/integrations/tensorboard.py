@@ -1,7 +1,7 @@
 """A scan in TensorBoard: curves of chosen sites, the counts of gradients, heat maps.
 
-`follow` shows a scan while it is being made, `export` a file that is there. Needs the tensorboard package; TensorFlow is
-not used.
+`follow` shows a scan while it is being made, `export` a file that is there. Needs the tensorboard package, and no
+TensorFlow.
 """
 
 from __future__ import annotations

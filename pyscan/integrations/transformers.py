@@ -1,8 +1,8 @@
 """`Trainer(callbacks=[ScanCallback("run.mscan")])`: a scan of what the transformers Trainer trains.
 
-The callback attaches when training begins, after the Trainer has wrapped model and optimizer, numbers rows as the Trainer
-numbers its steps, continues the file when training continues from a checkpoint, and adds a few figures to everything the
-Trainer logs.
+The callback attaches when training begins, after the Trainer has wrapped model and optimizer, numbers rows as the
+Trainer numbers its steps, continues the file when training continues from a checkpoint, and adds a few figures to what
+the Trainer logs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _callbacks = need("transformers.trainer_callback", "transformers")
 class ScanCallback(_callbacks.TrainerCallback):  # type: ignore[misc]
     """Scans into `path` (None: into memory); `options` are those of `pyscan.attach`.
 
-    follow   called with the scan once it is attached, for instance `lambda scan: tensorboard.follow(scan, "runs/scan")`;
+    follow   called with the scan once it is attached, such as `lambda scan: tensorboard.follow(scan, "runs/scan")`;
              what it returns is closed when training ends
 
     Rows hold the step's loss as the Trainer counts it, the learning rate of the step and the tokens of its inputs. With
@@ -59,7 +59,7 @@ class ScanCallback(_callbacks.TrainerCallback):  # type: ignore[misc]
 
 
 def _speak_before_reporters() -> None:
-    """The Trainer asks its reporters before the callbacks it was given: in `on_log` of ours, they have reported already.
+    """The Trainer asks its reporters before the callbacks it was given: by our `on_log` they have reported already.
 
     So the handler's own `on_log` is watched, once for the process.
     """

@@ -1,7 +1,7 @@
 """A scan in Weights & Biases: curves of chosen sites, the counts of gradients, heat maps.
 
-`follow` shows a scan while it is being made, `export` a file that is there. The step of a row is the number `pyscan/step`
-that is logged with it, and the axis of every curve: wandb's own counter belongs to the training script.
+`follow` shows a scan while it is being made, `export` a file that is there. The step of a row is logged with it, as
+`pyscan/step`, and is the axis of every curve: wandb's own counter belongs to the training script.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pyscan.scanner import Scanner
 
 STEP = "pyscan/step"
+# What the names of curves and heat maps begin with.
+FAMILIES = ("act", "grad", "grad_out", "act_max", "grad_max", "act_bad", "grad_bad", "row", "grad_check", "heat")
 
 
 def follow(
@@ -33,8 +35,8 @@ def follow(
 ) -> Follower:
     """Show new rows of a scan in wandb every so many `seconds`, from a thread of its own, until it is closed.
 
-    run         the wandb run to log to; do not log to it with `step=`, wandb refuses steps that fall behind. Without it a
-                run of its own is made beside the active one, in the same project and group, with `init` for
+    run         the wandb run to log to; do not log to it with `step=`, wandb refuses steps that fall behind. Without it
+                a run of its own is made beside the active one, in the same project and group, with `init` for
                 `wandb.init`; its id is kept in `scan.loggers`, so that a scan continued from a checkpoint continues it
     sites       regular expression searched for in the names of sites
     channels    which numbers of them
@@ -81,7 +83,7 @@ class WandbSink:
         self._run = run
         self._finish = finish
         run.define_metric(STEP, hidden=True)
-        for family in ("act", "grad", "grad_out", "act_max", "grad_max", "act_bad", "grad_bad", "row", "grad_check", "heat"):
+        for family in FAMILIES:
             run.define_metric(f"{family}/*", step_metric=STEP)
 
     def push(self, point: Point) -> None:
