@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import struct
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,29 +81,40 @@ def read_tensorboard(directory: Path) -> tuple[dict[str, dict[int, float]], dict
     return curves, pictures, [e.wall_time for e in events.Scalars(tags["scalars"][0])]
 
 
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of an offline run: a header of 7 bytes, then a log of LevelDB's kind in blocks of 32 KiB."""
+    assert data.startswith(b":W&B")
+    at, parts = 7, []
+    while at + 7 <= len(data):
+        if (left := -at % 32768 or 32768) < 7:
+            at += left  # the rest of a block that has no room for a header
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
 def read_wandb(directory: Path) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, Any]]]:
     """Curves, and descriptions of pictures, as they stand in the one offline run under a directory."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
     curves: dict[str, dict[int, float]] = {}
     pictures: dict[str, dict[int, Any]] = {}
-    while (data := store.scan_data()) is not None:
+    for data in wandb_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") != "history":
             continue
-        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        step = items.pop("pyscan/step")
-        for name, value in items.items():
-            if name.startswith("_"):
-                continue
-            if isinstance(value, dict):
-                pictures.setdefault(name, {})[step] = value
-            else:
+        items = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in record.history.item}
+        step = items.pop(("pyscan/step",))
+        for (name, *inner), value in items.items():
+            if inner:
+                pictures.setdefault(name, {}).setdefault(step, {})[inner[0]] = value
+            elif not name.startswith("_"):
                 curves.setdefault(name, {})[step] = float(value)
     return curves, pictures
 
