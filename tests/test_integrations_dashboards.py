@@ -97,16 +97,24 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
             parts = []
 
 
+def finished_records(file: Path) -> list[Any]:
+    """Of a finished run: the process behind wandb puts down the last of them a moment after `finish` has returned."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for _ in range(600):
+        records = [Record.FromString(data) for data in wandb_records(file.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        threading.Event().wait(0.05)
+    raise TimeoutError(f"{file} has no end")
+
+
 def read_wandb(directory: Path) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, Any]]]:
     """Curves, and descriptions of pictures, as they stand in the one offline run under a directory."""
-    from wandb.proto import wandb_internal_pb2
-
     (file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
     curves: dict[str, dict[int, float]] = {}
     pictures: dict[str, dict[int, Any]] = {}
-    for data in wandb_records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in finished_records(file):
         if record.WhichOneof("record_type") != "history":
             continue
         items = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in record.history.item}
