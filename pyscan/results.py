@@ -74,7 +74,7 @@ class Results:
 
     def arrived(self) -> Iterator[Arrival]:
         """Rows of earlier steps that are done; nothing is waited for."""
-        while self._under_way and self._under_way[0][0].done.query():
+        while len(self._under_way) > 1:
             yield self._read()
 
     def all(self) -> Iterator[Arrival]:

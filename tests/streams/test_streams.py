@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pyscan import address_tables, groups, results
-from tests.gpu.rig import Rig
+from tests.streams.rig import Rig
 
 BIG = 1 << 40
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyscan import _C
 from pyscan.flush import View
-from tests.gpu.fake_device import FakeDevice
+from tests.streams.fake_device import FakeDevice
 
 
 class StandInPlan:

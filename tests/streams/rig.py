@@ -14,8 +14,8 @@ from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.device_buffer import DeviceBuffer
 from pyscan.schema import Schema
 from pyscan.sites import find_sites
-from tests.gpu.fake_device import FakeDevice
-from tests.gpu.reducers import recording
+from tests.streams.fake_device import FakeDevice
+from tests.streams.reducers import recording
 
 ROWS, FEATURES = 6, 70
 
