@@ -20,7 +20,8 @@ from pyscan.accumulate import RowCells, readable
 from pyscan.device import Device
 from pyscan.engine import DTYPES
 from pyscan.flush import Flusher, Reducer
-from pyscan.groups import Group, GroupSize, Note, View, note, view
+from pyscan.groups import Group, GroupSize, Note, note, view
+from pyscan.kernels.plan import View
 from pyscan.results import Arrival, Results
 from pyscan.schema import Schema
 from pyscan.sites import Site
@@ -130,7 +131,7 @@ class DeviceBuffer(RowCells):
         self._input_size.count(num_bytes)
         if self._inputs is not None:
             is_full = self._inputs.num_bytes + num_bytes > self._input_size.num_bytes
-            if is_full or self._inputs.stream != stream or self._inputs.fills(new.view.slots):
+            if is_full or self._inputs.stream != stream or self._inputs.fills(new.slots):
                 self.flush()
         if self._inputs is None:
             self._inputs = Group(stream)
@@ -161,7 +162,7 @@ class DeviceBuffer(RowCells):
         """What was written to before it was read, or while it was read, is not in this row."""
         for one in notes:
             if one.changed:
-                self._lost.update(one.view.slots)
+                self._lost.update(one.slots)
 
     # Gradients
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyscan.address_tables import AddressTables, Table
 from pyscan.device import Device, Event, Stream
-from pyscan.groups import Note, View
+from pyscan.groups import Note, slots_of
+from pyscan.kernels.plan import View
 
 # Shapes come back; of those that do not (every batch of another length) the oldest plans are dropped.
 MAX_PLANS = 256
@@ -124,7 +125,7 @@ class Flusher:
             self._launch(self._side_lane, views, _addresses(notes), replace)
             done.record(self._side)
         self._events.append(done)
-        self._side_slots.update(slot for view in views for slot in view.slots)
+        self._side_slots.update(slot for view in views for slot in slots_of(view))
         earlier, self._flight = self._flight, _Flight(owner, done, notes)
         return self._let_go(earlier)
 
@@ -185,7 +186,7 @@ class Flusher:
             self._made.record(self._current)
             stream.wait_event(self._made)
             self._current = stream
-        if self._flight and not self._side_slots.isdisjoint(slot for view in views for slot in view.slots):
+        if self._flight and not self._side_slots.isdisjoint(slot for view in views for slot in slots_of(view)):
             stream.wait_event(self._flight.done)
 
     def _let_go(self, flight: _Flight | None) -> Sequence[Note]:

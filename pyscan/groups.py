@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyscan.accumulate import matrix_of
 from pyscan.device import Stream
+from pyscan.kernels.plan import View
 
 # A group is sent when it has this many bytes. It keeps its tensors alive until the group after it is sent, which
 # matters where autograd does not (gradient checkpointing); so there is a limit even where it means more launches.
@@ -21,31 +22,16 @@ MAX_GROUP_BYTES = 1 << 30
 NUM_GROUPS = 12  # per step, where the limits allow it: enough to read one while the next is made
 
 
-class View(NamedTuple):
-    """What is known of a tensor to reduce, without its address; as the reducer takes it."""
-
-    slot: int  # which slot of the step buffer it fills; with ranges, the first of as many
-    dtype: int  # code of csrc/reduce.h
-    rows: int
-    cols: int
-    row_stride: int  # in elements
-    col_stride: int
-    is_aligned: bool  # to 16 bytes
-    num_ranges: int = 0  # rows are cut where a second tensor, int32, says
-    per_row: bool = False
-    also: tuple[int, ...] = ()  # slots that are given the same result
-
-    @property
-    def slots(self) -> Iterable[int]:
-        return (self.slot, *self.also) if not self.num_ranges else range(self.slot, self.slot + self.num_ranges)
-
-
 class Note(NamedTuple):
     """Tensors to reduce as `view` says: one, and with ranges a second that says where they end."""
 
     view: View
     tensors: tuple[Tensor, ...]
     version: int  # of the first tensor, when it was noted
+
+    @property
+    def slots(self) -> list[int]:
+        return slots_of(self.view)
 
     @property
     def changed(self) -> bool:
@@ -64,13 +50,13 @@ class Group:
 
     def add(self, note: Note) -> None:
         self.notes.append(note)
-        self._slots.update(note.view.slots)
+        self._slots.update(note.slots)
         self.num_bytes += note.tensors[0].nbytes
 
     def add_slot(self, slot: int) -> None:
         """The last tensor fills one more slot."""
         last = self.notes[-1]
-        self.notes[-1] = last._replace(view=last.view._replace(also=(*last.view.also, slot)))
+        self.notes[-1] = last._replace(view=last.view._replace(repeats=(*last.view.repeats, slot)))
         self._slots.add(slot)
 
     def fills(self, slots: Iterable[int]) -> bool:
@@ -90,6 +76,11 @@ class GroupSize:
     def next_step(self) -> None:
         self.num_bytes = min(max(self._total // NUM_GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
         self._total = 0
+
+
+def slots_of(view: View) -> list[int]:
+    """All slots that a view fills."""
+    return [first + i for first in (view.slot, *view.repeats) for i in range(max(view.num_ranges, 1))]
 
 
 def note(slot: int, x: Tensor, ends: Tensor | None = None) -> Note:

@@ -74,7 +74,7 @@ class Results:
 
     def arrived(self) -> Iterator[Arrival]:
         """Rows of earlier steps that are done; nothing is waited for."""
-        while len(self._under_way) > 1:
+        while self._under_way and self._under_way[0][0].done.query():
             yield self._read()
 
     def all(self) -> Iterator[Arrival]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pyscan import _C
-from pyscan.flush import View
+from pyscan.groups import slots_of
+from pyscan.kernels.plan import View
 from tests.streams.fake_device import FakeDevice
 
 
@@ -41,7 +42,7 @@ class StandInReducer:
             if view.num_ranges:
                 ends = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int32 * view.num_ranges).from_address(next(values)))
                 self._native.add_ranges(view.slot, *matrix, ends.copy(), 1)
-            for slot in () if view.num_ranges else (view.slot, *view.also):
+            for slot in () if view.num_ranges else (view.slot, *view.repeats):
                 (self._native.set if plan.replace else self._native.add)(slot, *matrix, 1)
 
     def finish(self, row: Tensor, inv_scale: float | Tensor) -> None:
@@ -72,7 +73,7 @@ class RecordingReducer:
         return RecordedPlan(self._reducer.plan(views, replace=replace), views)
 
     def launch(self, plan: RecordedPlan, addresses: Tensor) -> None:
-        slots = [slot for view in plan.views for slot in view.slots]
+        slots = [slot for view in plan.views for slot in slots_of(view)]
         assert len(slots) == len(set(slots)), "a slot is there twice in one launch"
         reads = [self._device.at(addresses.data_ptr())]
         reads += [self._device.at(address) for address in addresses.numpy().tolist() if address]
