@@ -89,9 +89,10 @@ class RowCells:
         )
         return width, 0, by_rows, cells.stop - cells.start, cells.start, absmax, bad, pass_name == "grad"
 
-    def _grad_slots(self, site: int) -> tuple[int, ...]:
+    def grad_slots(self, site: int) -> list[int]:
+        """The slots that a gradient of the site fills."""
         first = self._num_sites + site
-        return (first, first + self._num_sites) if self._has_rows else (first,)
+        return [first, first + self._num_sites] if self._has_rows else [first]
 
     def observed(self, row: NDArray[np.float64], channel: str, site: int) -> bool:
         """Whether a finished row has the site in this channel."""
@@ -137,7 +138,7 @@ class StepBuffer(RowCells):
     def expect_grad(self, site: int, parameter: torch.Tensor) -> None:
         """Let `set_grads` find the site's gradient as a contiguous matrix like its parameter."""
         rows, cols = parameter.shape
-        for slot in self._grad_slots(site):
+        for slot in self.grad_slots(site):
             self._native.expect(slot, DTYPES[parameter.dtype], rows, cols)
 
     def set_grads(self, sites: list[int], addresses: list[int]) -> None:
@@ -152,7 +153,7 @@ class StepBuffer(RowCells):
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""
         grad = readable(grad)
         matrix = matrix_of(grad)
-        for slot in self._grad_slots(site):
+        for slot in self.grad_slots(site):
             self._native.set(slot, *matrix, self.num_threads)
 
     def take(self, grad_scale: float) -> NDArray[np.float64]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyscan import _C
 from pyscan.accumulate import RowCells, readable
 from pyscan.device import Device
+from pyscan.device_gradients import DeviceGradientWatch
 from pyscan.engine import DTYPES
 from pyscan.flush import Flusher, Reducer
 from pyscan.groups import Group, GroupSize, Note, note, view
@@ -50,7 +52,7 @@ class DeviceBuffer(RowCells):
         self._input_size = GroupSize()
         self._grads: Group | None = None
         self._grad_size = GroupSize()
-        self._expected: dict[int, View] = {}  # by slot
+        self._gathered: list[Note] | None = None
         self._at_once = {i for i, site in enumerate(sites) if not _is_kept(site)}
         self._lost: set[int] = set()  # slots of this row
 
@@ -166,28 +168,32 @@ class DeviceBuffer(RowCells):
 
     # Gradients
 
-    def expect_grad(self, site: int, parameter: Tensor) -> None:
-        """Let `set_grads` find the site's gradient as a contiguous matrix like its parameter."""
-        rows, cols = parameter.shape
-        for slot in self._grad_slots(site):
-            self._expected[slot] = View(slot, DTYPES[parameter.dtype], rows, cols, cols, 1, True)
+    def watch_gradients(
+        self,
+        weights: Sequence[tuple[nn.Parameter, list[int], int, int, bool]],
+        begins: Callable[[int], None],
+        careful: Callable[[int, Tensor, int, int], tuple[int, int]],
+        gone: Callable[[int], None],
+        failed: Callable[[Exception], None],
+    ) -> DeviceGradientWatch:
+        """What reads gradients of (parameter, slots, rows, columns, early) when they are due."""
+        return DeviceGradientWatch(self, weights, begins, careful, gone, failed)
 
-    def watch_grad(self, site: int, grad: Tensor) -> None:
+    def watch_grad(self, slots: Sequence[int], grad: Tensor) -> None:
         """Read the gradient beside the backward, in the place of what was there: it is not to change before `join`."""
-        if self._device.is_capturing():
-            self.set_grad(site, grad)
-            return
-        grad = readable(grad)
         with self._lock:
+            if self._device.is_capturing():
+                self.set_views([view(slot, grad) for slot in slots], [grad.data_ptr()] * len(slots))
+                return
             stream = self._device.current_stream()
             self._grad_size.count(grad.nbytes)
             if self._grads is not None:
                 is_full = self._grads.num_bytes + grad.nbytes > self._grad_size.num_bytes
-                if is_full or self._grads.stream != stream or self._grads.fills(self._grad_slots(site)):
+                if is_full or self._grads.stream != stream or self._grads.fills(slots):
                     self.flush_grads()
             if self._grads is None:
                 self._grads = Group(stream)
-            for slot in self._grad_slots(site):
+            for slot in slots:
                 self._grads.add(note(slot, grad))
 
     def flush_grads(self) -> None:
@@ -198,28 +204,33 @@ class DeviceBuffer(RowCells):
                 self._send(group, replace=True)
 
     def set_grad(self, site: int, grad: Tensor) -> None:
-        """Read the matrix `grad` now, in the place of what was there; it may change after this."""
-        self.set_matrices([(site, grad)])
+        """Read the matrix `grad` now, in the place of what was there; while gathering, when that ends."""
+        with self._lock:
+            grad = readable(grad)
+            notes = [note(slot, grad) for slot in self.grad_slots(site)]
+            if self._gathered is None:
+                self.set_views([one.view for one in notes], [grad.data_ptr()] * len(notes))
+            else:
+                self._gathered += notes
 
-    def set_matrices(self, grads: Sequence[tuple[int, Tensor]]) -> None:
-        """The same for many, each with its site, in one launch."""
-        kept = [(slot, readable(grad)) for site, grad in grads for slot in self._grad_slots(site)]
-        self._set_now(tuple(view(slot, grad) for slot, grad in kept), [grad.data_ptr() for _, grad in kept])
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Gradients set inside are read together at the end; nothing may change them meanwhile."""
+        with self._lock:
+            self._gathered = []
+            try:
+                yield
+            finally:
+                notes, self._gathered = self._gathered, None
+            if notes:
+                self.set_views([one.view for one in notes], [one.tensors[0].data_ptr() for one in notes])
 
-    def set_grads(self, sites: list[int], addresses: list[int]) -> None:
-        """The same for many that are as `expect_grad` announced them."""
-        views, places = [], []
-        for site, address in zip(sites, addresses, strict=True):
-            for slot in self._grad_slots(site):
-                views.append(self._expected[slot]._replace(is_aligned=address % 16 == 0))
-                places.append(address)
-        self._set_now(tuple(views), places)
-
-    def _set_now(self, views: tuple[View, ...], addresses: list[int]) -> None:
+    def set_views(self, views: Sequence[View], addresses: Sequence[int]) -> None:
+        """Read gradients now, of which only the addresses are given; they may change after this."""
         with self._lock:
             self.flush_grads()
             self._lost.difference_update(one.slot for one in views)
-            self._flusher.on_current(views, addresses, replace=True)
+            self._flusher.on_current(tuple(views), addresses, replace=True)
 
     # Rows
 

@@ -60,7 +60,7 @@ class Rig:
 
     def watch(self, site: int, grad: Tensor) -> None:
         self.expected.set_grad(site, grad)
-        self.buffer.watch_grad(site, grad)
+        self.buffer.watch_grad(self.buffer.grad_slots(site), grad)
 
     def set(self, site: int, grad: Tensor) -> None:
         self.expected.set_grad(site, grad)

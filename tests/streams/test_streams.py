@@ -95,7 +95,7 @@ def test_a_gradient_that_changed_while_it_was_read_is_read_again() -> None:
     rig = Rig()
     with rig.device.recording():
         grad = rig.make(70)
-        rig.buffer.watch_grad(0, grad)
+        rig.buffer.watch_grad(rig.buffer.grad_slots(0), grad)
         rig.buffer.flush_grads()
         grad.mul_(0.5)
         rig.buffer.join()
@@ -111,7 +111,7 @@ def test_a_gradient_that_changed_and_is_gone_is_absent() -> None:
     rig = Rig()
     with rig.device.recording():
         grad = rig.make(70)
-        rig.buffer.watch_grad(0, grad)
+        rig.buffer.watch_grad(rig.buffer.grad_slots(0), grad)
         grad.mul_(0.5)
         rig.end_step()
         rig.take(rig.buffer.wait_rows())
