@@ -18,8 +18,8 @@ from pyscan.kernels.plan import View
 # A group is sent when it has this many bytes. It keeps its tensors alive until the group after it is sent, which
 # matters where autograd does not (gradient checkpointing); so there is a limit even where it means more launches.
 MIN_GROUP_BYTES = 1 << 28
-MAX_GROUP_BYTES = 1 << 30
-NUM_GROUPS = 12  # per step, where the limits allow it: enough to read one while the next is made
+MAX_GROUP_BYTES = 3 << 29
+NUM_GROUPS = 8  # per step, where the limits allow it: enough to read one while the next is made
 
 
 class Note(NamedTuple):
@@ -67,15 +67,20 @@ class GroupSize:
     """How many bytes make a group, known from the step before."""
 
     def __init__(self) -> None:
-        self.num_bytes = MIN_GROUP_BYTES
+        self.num_bytes = group_bytes(0)
         self._total = 0
 
     def count(self, num_bytes: int) -> None:
         self._total += num_bytes
 
     def next_step(self) -> None:
-        self.num_bytes = min(max(self._total // NUM_GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
+        self.num_bytes = group_bytes(self._total)
         self._total = 0
+
+
+def group_bytes(total: int) -> int:
+    """The size of a group in a step of `total` bytes."""
+    return min(max(total // NUM_GROUPS, MIN_GROUP_BYTES), MAX_GROUP_BYTES)
 
 
 def slots_of(view: View) -> list[int]:

@@ -1,7 +1,7 @@
 """When a step ends: after the optimizer's step, or when the GradScaler has decided to skip it.
 
 Receives the optimizers of a run and calls back before the first of them steps (gradients are still there, but may
-be clipped) and after the last one has: with the loss scale in use and whether the step was skipped.
+be clipped) and after the last one has: with the loss scale in use and what says whether the step was skipped.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+from pyscan.closing import Scaling
 
 OptimizerLike = Any  # an Optimizer, or a wrapper with one in `.optimizer`
 
 
 class StepWatch:
-    """Follows the optimizers of one scanner. `on_begin(unscaled)` and `on_end(scale, skipped)` must not raise."""
+    """Follows the optimizers of one scanner. `on_begin(unscaled)` and `on_end(scaling)` must not raise."""
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         on_begin: Callable[[bool], None],
-        on_end: Callable[[float | None, bool], None],
+        on_end: Callable[[Scaling | None], None],
     ) -> None:
         self.optimizers = optimizers
         self._on_begin = on_begin
         self._on_end = on_end
-        self._scale: float | None = None
+        self._scale: Tensor | None = None
         self._in_scaler = False
         self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
@@ -59,16 +62,16 @@ class StepWatch:
         if _has_closure(args, kwargs):
             self._on_begin(False)  # it may have been called less often than in the step before
         if optimizer is self.optimizers[-1] and not self._in_scaler:
-            self._on_end(None, False)
+            self._on_end(None)
 
     def scaler_begins(self, scaler: GradScaler) -> None:
         self._in_scaler = True
-        self._scale = scaler.get_scale() if scaler.is_enabled() else None
+        self._scale = scaler._scale
 
-    def scaler_ends(self, optimizer: Optimizer, skipped: bool) -> None:
+    def scaler_ends(self, optimizer: Optimizer, found_inf: tuple[Tensor, ...]) -> None:
         self._in_scaler = False
         if optimizer is self.optimizers[-1]:
-            self._on_end(self._scale, skipped)
+            self._on_end(None if self._scale is None else Scaling(self._scale, found_inf))
 
     def scaler_failed(self) -> None:
         self._in_scaler = False
@@ -108,10 +111,9 @@ def unwrap_all(optimizer: OptimizerLike | Iterable[OptimizerLike] | None) -> lis
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
 
-def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether the scaler saw a non-finite gradient; its own record of the step, kept until update()."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    return any(bool(value) for value in found.values())
+def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> tuple[Tensor, ...]:
+    """What says, per device, whether the scaler saw a non-finite gradient; its own record, kept until update()."""
+    return tuple(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 def _wrap_scalers() -> None:

@@ -29,7 +29,7 @@ HOST = "host"
 Clock = dict[str, int]
 
 # These make the host wait on a real device.
-SYNCHRONISING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "_unique2"}
+SYNCHRONISING = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "_unique2", "bincount"}
 # These only make memory.
 ALLOCATING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
