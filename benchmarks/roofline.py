@@ -121,8 +121,8 @@ def table() -> str:
     ]
     for shape in SHAPES:
         for tokens in TOKENS:
-            for shards in (1, NUM_SHARDS) if shape.fits_whole else (NUM_SHARDS,):
-                lines.append(_line(shape, tokens, shards))
+            all_shards = (1, NUM_SHARDS) if shape.fits_whole else (NUM_SHARDS,)
+            lines += [_line(shape, tokens, shards) for shards in all_shards]
     return "\n".join(lines)
 
 
