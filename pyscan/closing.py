@@ -80,3 +80,11 @@ class Closing(NamedTuple):
         if self.seen.num_tokens is None and not counts:
             return None
         return (self.seen.num_tokens or 0) + int(sum(counts))
+
+
+class Finished(NamedTuple):
+    """A step whose row is there."""
+
+    closing: Closing
+    cells: NDArray[np.float64]
+    values: Sequence[float]  # of `closing.tensors`

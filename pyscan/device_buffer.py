@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pyscan import _C
 from pyscan.accumulate import RowCells, readable
+from pyscan.closing import Closing, Finished
 from pyscan.device import Device
 from pyscan.device_gradients import DeviceGradientWatch
 from pyscan.engine import DTYPES
@@ -33,6 +34,15 @@ _is_grad_enabled = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _is_tracing = torch._C._get_tracing_state
 _ABSENT = -1.0  # as in csrc/step_buffer.h
+
+_CHANGED = (
+    "its input was changed in place before it was read: it is absent from this row, and from the next one on it is "
+    "read at once"
+)
+_CAPTURED = (
+    "a step ended while a CUDA graph was captured: replays end no step that could be seen; attach without an optimizer "
+    "and call scan.step() after each replay"
+)
 
 MakeReducer = Callable[[Sequence["_C.SlotTuple"], int, torch.device], Reducer]
 
@@ -55,6 +65,7 @@ class DeviceBuffer(RowCells):
         self._gathered: list[Note] | None = None
         self._at_once = {i for i, site in enumerate(sites) if not _is_kept(site)}
         self._lost: set[int] = set()  # slots of this row
+        self._num_captured_rows = 0
 
     @property
     def num_launches(self) -> int:
@@ -234,6 +245,26 @@ class DeviceBuffer(RowCells):
 
     # Rows
 
+    def close_row(self, closing: Closing) -> Iterable[Finished]:
+        """Finish the row of this step; gives the earlier rows that have arrived meanwhile."""
+        if self._device.is_capturing():
+            self._num_captured_rows += 1
+            return ()
+        return map(_finished, self.send_row(closing, closing.tensors, closing.scale))
+
+    def wait_rows(self) -> Iterable[Finished]:
+        """All rows that were sent, waiting for them."""
+        return map(_finished, self.wait_arrivals())
+
+    def complaints(self) -> Iterator[tuple[str, int | None, str]]:
+        """What users must know and was not said yet: kind, site, text."""
+        changed, self.changed = self.changed, []
+        for site in changed:
+            yield "input_changed", site, _CHANGED
+        if self._num_captured_rows == 1:
+            self._num_captured_rows += 1
+            yield "row_in_graph", None, _CAPTURED
+
     def send_row(self, facts: Any, numbers: Sequence[Tensor], scale: Tensor | float) -> Iterator[Arrival]:
         """Finish the row of this step; gives the earlier rows that have arrived meanwhile, each with its facts.
 
@@ -253,8 +284,7 @@ class DeviceBuffer(RowCells):
             arrivals += self._results.arrived()
         return map(self._received, arrivals)
 
-    def wait_rows(self) -> Iterator[Arrival]:
-        """All rows that were sent, waiting for them."""
+    def wait_arrivals(self) -> Iterator[Arrival]:
         return map(self._received, self._results.all())
 
     def _received(self, arrival: Arrival) -> Arrival:
@@ -263,6 +293,10 @@ class DeviceBuffer(RowCells):
             _, _, _, num_blocks, sumsq, absmax, bad, _ = self._slots[slot]
             arrival.cells[[*range(sumsq, sumsq + num_blocks), *(cell for cell in (absmax, bad) if cell >= 0)]] = _ABSENT
         return Arrival(facts, self._tie(arrival.cells), arrival.numbers)
+
+
+def _finished(arrival: Arrival) -> Finished:
+    return Finished(arrival.facts, arrival.cells, arrival.numbers.tolist())
 
 
 def _is_kept(site: Site) -> bool:

@@ -108,6 +108,8 @@ class FakeDevice(HostMemory):
         self.num_waits = 0  # of the host
         self.synchronised: list[str] = []  # operations of pyscan that would make the host wait
         self.allocations: list[str] = []  # made by pyscan, or through this device
+        self.allocations_by_step: list[list[str]] = []
+        self.waits_by_step: list[int] = []  # of the host, of either kind
         self.capturing = False
         self.main = self._current = FakeStream(self, "main")
         self._memories: dict[int, Memory] = {}
@@ -166,6 +168,14 @@ class FakeDevice(HostMemory):
         with _Recorder(self):
             yield self
         self.sweep()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Count what happens in one training step by itself."""
+        self.allocations, self.synchronised, self.num_waits = [], [], 0
+        yield
+        self.allocations_by_step.append(self.allocations)
+        self.waits_by_step.append(self.num_waits + len(self.synchronised))
 
     def launch(self, what: str, reads: Sequence[Memory], writes: Sequence[Memory]) -> None:
         """Work on the current stream, after all that the host has done."""

@@ -41,7 +41,7 @@ class Rig:
         """Everything inside is recorded; afterwards all rows are there and right, and nothing was out of order."""
         with self.device.recording():
             yield self
-            self.take(self.buffer.wait_rows())
+            self.take(self.buffer.wait_arrivals())
         self.check()
 
     def check(self) -> None:

@@ -101,7 +101,7 @@ def test_a_gradient_that_changed_while_it_was_read_is_read_again() -> None:
         rig.buffer.join()
         rig.set(0, grad)
         rig.end_step()
-        rig.take(rig.buffer.wait_rows())
+        rig.take(rig.buffer.wait_arrivals())
     np.testing.assert_array_equal(rig.rows[0], rig.sent[0])
     # The write itself ran beside the read, which nobody can prevent; the sums were written in order all the same.
     assert all("sums" not in text for text in rig.device.violations)
@@ -114,7 +114,7 @@ def test_a_gradient_that_changed_and_is_gone_is_absent() -> None:
         rig.buffer.watch_grad(rig.buffer.grad_slots(0), grad)
         grad.mul_(0.5)
         rig.end_step()
-        rig.take(rig.buffer.wait_rows())
+        rig.take(rig.buffer.wait_arrivals())
     assert (rig.cells(0, "grad", 0) < 0).all()
     assert (rig.cells(0, "grad_max", 0) < 0).all()
 
@@ -140,7 +140,7 @@ def test_an_input_changed_before_it_was_read_is_absent_then_read_at_once() -> No
             rig.see(1, rig.make())
             rig.buffer.flush()
             rig.end_step()
-        rig.take(rig.buffer.wait_rows())
+        rig.take(rig.buffer.wait_arrivals())
     assert rig.device.violations == []
     assert rig.buffer.changed == [0]
     for channel in ("act", "act_max", "act_bad"):
@@ -157,7 +157,7 @@ def test_an_input_changed_while_it_was_read_is_absent() -> None:
         rig.buffer.flush()
         x.add_(1)
         rig.end_step()
-        rig.take(rig.buffer.wait_rows())
+        rig.take(rig.buffer.wait_arrivals())
     assert (rig.cells(0, "act", 0) < 0).all()
 
 
@@ -179,7 +179,7 @@ def test_a_tensor_changed_in_place_between_two_weights_is_not_the_same() -> None
         x.add_(1)
         rig.see(1, x)
         rig.end_step()
-        rig.take(rig.buffer.wait_rows())
+        rig.take(rig.buffer.wait_arrivals())
     assert (rig.cells(0, "act", 0) < 0).all()
     np.testing.assert_array_equal(rig.cells(0, "act", 1), rig.sent[0][rig.buffer.cells("act", 1)])
 
