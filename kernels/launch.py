@@ -30,7 +30,14 @@ FINISH_BLOCKS = 256
 CAREFUL_ROWS = 2
 GENERAL_ROWS = 4
 
-_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+# Kernels by function, device, dtypes and constants. Pointers are specialised as multiples of 16, which every allocation
+# of a device is; those that a caller chooses are left out of that in the kernels' decorators.
+_compiled: dict[tuple[Any, ...], Callable[[int, list[Any]], None]] = {}
+
+
+def _options(num_warps: int) -> dict[str, Any]:
+    """Compiler options. Fusion is named because its default differs between versions of Triton."""
+    return {"num_warps": num_warps, "enable_fp_fusion": True}
 
 
 def rows_at_once(dtype: int) -> int:
@@ -39,11 +46,11 @@ def rows_at_once(dtype: int) -> int:
 
 
 def tile_settings(launch: TileLaunch, max_ranges: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel of a launch, its compile-time arguments and number of warps."""
+    """The kernel of a launch, its compile-time arguments and compiler options."""
     shape = {"TILE_ROWS": TILE_ROWS, "GRANULES": TILE_GRANULES, "RANGES": max_ranges, "PER_ROW": launch.per_row}
     if launch.dtype == GENERAL:
-        return tiles.tile_stats_general, shape | {"ROWS_AT_ONCE": GENERAL_ROWS, "num_warps": GENERAL_WARPS}
-    rows = {"ROWS_AT_ONCE": rows_at_once(launch.dtype), "CAREFUL_ROWS": CAREFUL_ROWS, "num_warps": NUM_WARPS}
+        return tiles.tile_stats_general, shape | {"ROWS_AT_ONCE": GENERAL_ROWS, **_options(GENERAL_WARPS)}
+    rows = {"ROWS_AT_ONCE": rows_at_once(launch.dtype), "CAREFUL_ROWS": CAREFUL_ROWS, **_options(NUM_WARPS)}
     return tiles.tile_stats, shape | rows | {"DTYPE": launch.dtype}
 
 
@@ -104,6 +111,7 @@ class Plan:
         records, segments, jobs, row_jobs = (
             _upload(table, device) for table in (tables.records, tables.segments, tables.jobs, tables.row_jobs)
         )
+        self.scratch = (partials, row_partials)
         addresses = torch.zeros(1, dtype=torch.int64, device=device)
         self._launches: list[tuple[Launch, int]] = []  # and the position of `addresses`
         for launch in tables.launches:
@@ -112,12 +120,12 @@ class Plan:
             self._launches.append((Launch(kernel, len(launch.tiles), constants, arguments), 2))
         if len(tables.job_programs):
             constants = {"RANGES": tables.max_ranges, "TILE_ROWS": TILE_ROWS, "BLOCKS": MERGE_BLOCKS}
-            constants |= {"TERMS_AT_ONCE": TERMS_AT_ONCE, "REPLACE": replace, "num_warps": NUM_WARPS}
+            constants |= {"TERMS_AT_ONCE": TERMS_AT_ONCE, "REPLACE": replace, **_options(NUM_WARPS)}
             arguments = [jobs, _upload(tables.job_programs, device), segments, addresses, partials, sums]
             launch = Launch(merge.merge_tiles, len(tables.job_programs), constants, arguments)
             self._launches.append((launch, 3))
         if len(tables.row_programs):
-            constants = {"RANGES": tables.max_ranges, "ROWS_AT_ONCE": MERGE_ROWS, "num_warps": NUM_WARPS}
+            constants = {"RANGES": tables.max_ranges, "ROWS_AT_ONCE": MERGE_ROWS, **_options(NUM_WARPS)}
             arguments = [row_jobs, _upload(tables.row_programs, device), addresses, row_partials]
             self._launches.append((Launch(merge.merge_rows, len(tables.row_programs), constants, arguments), 2))
 
@@ -169,7 +177,7 @@ class Reducer:
             if scale.dtype not in self._finish:
                 arguments = [self._finish_table, self.sums, row, scale]
                 num_slots = len(self._finish_table)
-                constants = {"BLOCKS": FINISH_BLOCKS, "num_warps": NUM_WARPS}
+                constants = {"BLOCKS": FINISH_BLOCKS, **_options(NUM_WARPS)}
                 self._finish[scale.dtype] = Launch(merge.finish_row, num_slots, constants, arguments)
             self._finish[scale.dtype]({2: row, 3: scale})
 
