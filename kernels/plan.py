@@ -129,6 +129,8 @@ def _is_fast(view: View, col_block: tuple[int, int, int]) -> bool:
 def cut(view: View, slots: Slots) -> Cut:
     """Cut a view along the blocks of its slot."""
     block, first, by_rows, num_blocks = slots.geometry(view.slot)
+    if view.rows == 1:
+        view = view._replace(row_stride=0)  # whatever it was, it is never used
     if view.row_stride == 1 and view.col_stride > 1 and not view.num_ranges and not view.per_row:
         # Read in memory order, columns are rows.
         view = view._replace(rows=view.cols, cols=view.rows, row_stride=view.col_stride, col_stride=1)

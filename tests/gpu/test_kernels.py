@@ -70,12 +70,12 @@ class Step:
 def test_a_step_gives_the_row_of_the_cpu_engine() -> None:
     step = Step(
         [(64, 0, False, 9), (64, 0, True, 4), (520, 0, False, 1), (64, 17, False, 4), (128, 0, False, 5), (64, 5, True, 3)]
-        + [(64, 0, False, 0), (64, 0, False, 2), (33, 0, True, 4), (64, 0, True, 2)]
+        + [(64, 0, False, 0), (64, 0, False, 2), (64, 0, False, 20), (64, 0, True, 2)]
     )
     bad = randn(40, 128, dtype=torch.float32, seed=6)
     bad[39, 127] = -math.inf
     first = [(0, randn(130, 520)), (2, randn(200, 520, seed=1)), (4, randn(20, 577, dtype=torch.float16, seed=2))]
-    step.launch([*first, (6, guarded(torch.empty(5, 0))), (7, bad)])
+    step.launch([*first, (6, guarded(torch.empty(5, 0))), (7, bad), (8, randn(3, 1280, seed=5))])
     step.launch([(0, randn(129, 520, dtype=torch.float32, seed=3)), (2, randn(3, 520, dtype=torch.float64, seed=4))])
     gradients = [(1, randn(250, 136, seed=7)), (3, randn(70, 200, seed=8)), (5, randn(150, 24, seed=9))]
     gradients += [(9, guarded(torch.randn(70, 128)).T[:, 3:70])]
