@@ -21,8 +21,8 @@ from pyscan.kernels import merge, tiles
 from pyscan.kernels.layout import FLOAT32, MERGE_BLOCKS, MERGE_ROWS, TILE_GRANULES, TILE_ROWS
 from pyscan.kernels.plan import GENERAL, Slots, SlotTuple, Tables, TileLaunch, View, make_tables
 
-# Settings follow from what a thread can hold: 4 warps x 8 loads of 16 bytes have 16 KiB in flight with 90 registers; the
-# general kernel, whose lanes are float64, needs twice the warps for that.
+# Settings follow from what a thread can hold: 4 warps x 8 loads of 16 bytes have 16 KiB in flight with 90 registers.
+# The general kernel, whose lanes are float64, needs twice the warps for that.
 NUM_WARPS = 4
 GENERAL_WARPS = 8
 TERMS_AT_ONCE = 64  # terms that merge_tiles adds side by side
@@ -114,10 +114,10 @@ class Plan:
         self.scratch = (partials, row_partials)
         addresses = torch.zeros(1, dtype=torch.int64, device=device)
         self._launches: list[tuple[Launch, int]] = []  # and the position of `addresses`
-        for launch in tables.launches:
-            kernel, constants = tile_settings(launch, tables.max_ranges)
-            arguments = [records, _upload(launch.tiles, device), addresses, partials, row_partials]
-            self._launches.append((Launch(kernel, len(launch.tiles), constants, arguments), 2))
+        for tile_launch in tables.launches:
+            kernel, constants = tile_settings(tile_launch, tables.max_ranges)
+            arguments = [records, _upload(tile_launch.tiles, device), addresses, partials, row_partials]
+            self._launches.append((Launch(kernel, len(tile_launch.tiles), constants, arguments), 2))
         if len(tables.job_programs):
             constants = {"RANGES": tables.max_ranges, "TILE_ROWS": TILE_ROWS, "BLOCKS": MERGE_BLOCKS}
             constants |= {"TERMS_AT_ONCE": TERMS_AT_ONCE, "REPLACE": replace, **_options(NUM_WARPS)}
@@ -139,7 +139,7 @@ class Plan:
 
 
 class Reducer:
-    """The accumulators of every slot on one device. Launches that touch the same slots must be ordered by the caller."""
+    """The accumulators of every slot on one device. The caller orders launches that touch the same slots."""
 
     def __init__(self, slots: Sequence[SlotTuple], num_cells: int, device: torch.device) -> None:
         self.device = torch.device(device)

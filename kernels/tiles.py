@@ -36,8 +36,8 @@ ROW_PARTIAL = tl.constexpr(int(Record.ROW_PARTIAL))
 GRANULE = tl.constexpr(_GRANULE)
 
 INF = tl.constexpr(float("inf"))
-# Squares that are too large for float32 make the sum infinite. Those that are too small are lost, up to 2^-126 each where
-# the device flushes denormals: with a maximum of 2^-42 or more, the 2^13 of a granule lose less than 2^-29 of its sum.
+# Squares that are too large for float32 make the sum infinite. Those that are too small are lost, up to 2^-126 each
+# where the device flushes denormals: with a maximum of 2^-42 or more, the 2^13 of a granule lose 2^-29 of its sum.
 TOO_SMALL = tl.constexpr(2.0**-42)
 
 
@@ -171,7 +171,7 @@ def _careful_tile(
     CAREFUL_ROWS: tl.constexpr,
     PER_ROW: tl.constexpr,
 ):
-    """A tile of `tile_stats` once more in float64. Few rows at a time: this rare way must not cost the other registers."""
+    """A tile of `tile_stats` in float64, few rows at a time: this rare way must not cost the other one registers."""
     row_index = tl.arange(0, CAREFUL_ROWS)
     x_ptrs = x_ptr + (row_begin.to(tl.int64) + row_index[None, :, None, None]) * row_stride + col
     zeros = tl.zeros((col.shape[0], CAREFUL_ROWS, col.shape[2], 4), tl.float64)
@@ -278,8 +278,9 @@ def tile_stats(
     block_max = block_max.to(tl.float64)
     if num_doubts > 0:
         block_sumsq, block_max, block_bad = _careful_tile(
-            x_ptr, row_stride, row_begin, row_end, num_rows, col, cols, row_out, num_strips, DTYPE, CAREFUL_ROWS, PER_ROW
-        )
+            x_ptr, row_stride, row_begin, row_end, num_rows, col, cols, row_out, num_strips,
+            DTYPE, CAREFUL_ROWS, PER_ROW,
+        )  # fmt: skip
     first = tl.load(record + PARTIAL) + local.to(tl.int64) * GRANULES
     _store_triples(partials + (first + tl.arange(0, GRANULES)) * 3, block_sumsq, block_max, block_bad)
 

@@ -1,4 +1,4 @@
-"""The check of compiled kernels passes for the kernels as they are and fails for worse ones. `make check-gpu` does all."""
+"""The check of compiled kernels passes for these kernels and fails for worse ones. `make check-gpu` runs it for all."""
 
 import importlib.util
 import os

@@ -19,7 +19,9 @@ from tests.gpu.fake_driver import FakeDriver
 CPU = torch.device("cpu")
 HIDDEN, INNER, NUM_LAYERS, VOCAB, TOKENS = 2048, 6144, 28, 151936, 4096
 # (rows, cols) of the weights of a layer, and which of them share an input
-WEIGHTS = [(2048, HIDDEN), (1024, HIDDEN), (1024, HIDDEN), (HIDDEN, 2048), (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
+WEIGHTS = [
+    (2048, HIDDEN), (1024, HIDDEN), (1024, HIDDEN), (HIDDEN, 2048), (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER),
+]  # fmt: skip
 SHARED = [(0, 1, 2), (3,), (4, 5), (6,)]
 
 
@@ -115,11 +117,19 @@ def test_launches_go_to_the_current_stream_and_keep_their_own_arguments(llama: L
 def test_addresses_and_rows_may_lie_anywhere(llama: Llama, fake: FakeDriver) -> None:
     """What the caller hands over is a part of some buffer: kernels must not take it to be aligned."""
     plan = llama.reducer.plan(llama.activations(range(1)), replace=False)
-    llama.reducer.launch(plan, torch.zeros(plan.num_addresses + 1, dtype=torch.int64)[1:])
-    for dtype in (torch.float32, torch.float64):
-        row = torch.empty(llama.num_cells + 1, dtype=torch.float64)[1:]
-        llama.reducer.finish(row, torch.ones(3, dtype=dtype)[1])
-    assert [launched.name for launched in fake.launches] == ["tile_stats", "merge_tiles", "finish_row", "finish_row"]
+    for offset in (0, 1):
+        llama.reducer.launch(
+            plan, torch.zeros(plan.num_addresses + 1, dtype=torch.int64)[offset:][: plan.num_addresses]
+        )
+        for dtype in (torch.float32, torch.float64):
+            row = torch.empty(llama.num_cells + 1, dtype=torch.float64)[offset:][: llama.num_cells]
+            llama.reducer.finish(row, torch.ones(3, dtype=dtype)[offset])
+    assert [launched.name for launched in fake.launches] == [
+        "tile_stats",
+        "merge_tiles",
+        "finish_row",
+        "finish_row",
+    ] * 2
     assert not any({"addresses", "row", "inv_scale"} & launched.divisible for launched in fake.launches)
 
 

@@ -41,9 +41,11 @@ def test_vectors_read_only_what_is_whole_vectors(change: dict[str, int], is_fast
 
 @pytest.mark.parametrize(
     ("shape", "is_fast"),
-    [((64, 0, False, 8), True), ((128, 0, False, 4), True), ((512, 0, False, 1), True), ((32, 0, False, 16), False)]
-    + [((64, 8, False, 9), False), ((64, 0, True, 2), True), ((10, 3, True, 11), True), ((600, 7, False, 1), True)],
-)
+    [
+        ((64, 0, False, 8), True), ((128, 0, False, 4), True), ((512, 0, False, 1), True), ((32, 0, False, 16), False),
+        ((64, 8, False, 9), False), ((64, 0, True, 2), True), ((10, 3, True, 11), True), ((600, 7, False, 1), True),
+    ],
+)  # fmt: skip
 def test_vectors_need_blocks_of_whole_granules(shape: tuple[int, int, bool, int], is_fast: bool) -> None:
     assert cut(WIDE, slots(shape)).is_fast is is_fast
 
@@ -76,7 +78,9 @@ def test_launches_are_one_per_dtype_and_path() -> None:
 
 def test_no_views_and_empty_views_need_no_tiles() -> None:
     assert make_tables([], slots((64, 0, False, 8)), replace=False).launches == []
-    empty = make_tables([WIDE._replace(rows=0), WIDE._replace(rows=0, num_ranges=1)], slots((64, 0, False, 8)), replace=True)
+    empty = make_tables(
+        [WIDE._replace(rows=0), WIDE._replace(rows=0, num_ranges=1)], slots((64, 0, False, 8)), replace=True
+    )
     assert empty.launches == []
     assert len(empty.jobs) == 1, "what has no rows is seen all the same"
 

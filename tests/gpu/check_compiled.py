@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for every target and dtype, without a GPU: `python -m tests.gpu.check_compiled`.
+"""What the compiler makes of the kernels, for every target and dtype: `python -m tests.gpu.check_compiled`, no GPU needed.
 
 Compiles ahead of time for sm_80, sm_90, sm_100 and gfx942 with the settings of real launches, disassembles, prints a
 table, and exits with 1 if a kernel has become worse than its limits: loads of 128 bits only and no spills in the loops
@@ -103,7 +103,7 @@ def violations(case: Case, target: str, code: Disassembly) -> Iterator[str]:
         if code.num_spills:
             yield f"{code.num_spills} spills"
         return
-    # The loop over whole tiles and the one over their edges. The careful one, few rows at a time, may have narrow loads.
+    # The loop over whole tiles and the one over their edges. The careful one, of few rows, may have narrow loads.
     if len(code.loops) < 2:
         yield f"{len(code.loops)} loops with 128-bit loads, 2 expected"
     for loop in code.loops[:2]:
@@ -123,7 +123,11 @@ def check(case: Case, target: str) -> list[str]:
     code = disassemble(compile_for(case, TARGETS[target]))
     found = list(violations(case, target, code))
     hot = code.loops[0] if case.dtype and code.loops else None
-    loop = f"{hot.num_instructions:5d} {hot.num_wide_loads:5d} {hot.per_byte:6.2f}" if hot else f"{'-':>5} {'-':>5} {'-':>6}"
+    loop = (
+        f"{hot.num_instructions:5d} {hot.num_wide_loads:5d} {hot.per_byte:6.2f}"
+        if hot
+        else f"{'-':>5} {'-':>5} {'-':>6}"
+    )
     print(
         f"{target:7} {case.name:24} {code.num_registers:9d} {code.num_spills:6d} {code.shared_bytes:6d} {loop}  "
         + ("; ".join(found) if found else "ok"),

@@ -1,4 +1,4 @@
-"""Which tests of this directory run: those of the interpreter in a process of their own, see test_gpu_interpreter.py."""
+"""Which tests of this directory run: all in a process with the interpreter (test_gpu_interpreter.py), else none."""
 
 import os
 

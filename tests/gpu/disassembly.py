@@ -1,7 +1,7 @@
 """Compiled kernels taken apart: registers, spills, and for every loop its loads and instructions.
 
-Receives a kernel that Triton compiled ahead of time for an NVIDIA or AMD target; Triton brings the disassembler. Not for
-a process with TRITON_INTERPRET=1.
+Receives a kernel that Triton compiled ahead of time for an NVIDIA or AMD target; Triton brings the disassembler. Not
+for a process with TRITON_INTERPRET=1.
 """
 
 import re

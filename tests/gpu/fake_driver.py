@@ -49,9 +49,8 @@ class FakeDriver:
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         names, signature = source.fn.arg_names, source.signature
-        divisible = frozenset(
-            names[path[0]] for path, attrs in source.attrs.items() if ["tt.divisibility", 16] in [list(a) for a in attrs]
-        )
+        promises = {names[path[0]]: [list(attr) for attr in attrs] for path, attrs in source.attrs.items()}
+        divisible = frozenset(name for name, attrs in promises.items() if ["tt.divisibility", 16] in attrs)
 
         def launch(gx: int, gy: int, gz: int, stream: int, function: Any, *rest: Any) -> None:
             _metadata, _launch_metadata, _enter, _exit, *arguments = rest

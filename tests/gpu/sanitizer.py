@@ -23,7 +23,7 @@ Addresses = NDArray[np.uint64]
 GRANULE = 2  # bytes: no element is smaller
 
 
-class Fault(AssertionError):
+class FaultError(AssertionError):
     """An access out of bounds, a race, or a load of scratch that nobody wrote."""
 
 
@@ -87,7 +87,9 @@ class Sanitizer:
         spans = self._readable if what == "load" else self._writable
         outside = addresses[~_inside(spans, addresses, num_bytes)]
         if outside.size:
-            raise Fault(f"{what} out of bounds: {outside.size} addresses, first {int(outside[0]):#x}, {self._place()}")
+            raise FaultError(
+                f"{what} out of bounds: {outside.size} addresses, first {int(outside[0]):#x}, {self._place()}"
+            )
         granules = np.unique(np.concatenate([addresses + np.uint64(k) for k in range(0, num_bytes, GRANULE)]))
         self._check_scratch(what, granules)
         self._log.append((what == "store", interpreter.interpreter_builder.grid_idx[0], granules))
@@ -97,7 +99,7 @@ class Sanitizer:
         if what == "store":
             self._written.update(mine)
         elif not self._written.issuperset(mine):
-            raise Fault(f"load of scratch that no launch wrote, {self._place()}")
+            raise FaultError(f"load of scratch that no launch wrote, {self._place()}")
 
     def _place(self) -> str:
         return f"program {interpreter.interpreter_builder.grid_idx[0]} of launch {self.num_launches}"
@@ -116,7 +118,7 @@ class Sanitizer:
             for granule in np.flatnonzero(last > first):
                 others = set(owner[first[granule] : last[granule]].tolist()) - {program}
                 if others:
-                    raise Fault(
+                    raise FaultError(
                         f"race at {int(granules[granule]):#x} between program {program} and {min(others)} "
                         f"of launch {self.num_launches}"
                     )

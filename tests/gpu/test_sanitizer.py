@@ -1,4 +1,4 @@
-"""The sanitizer finds what it is for: tables that lead out of bounds, races that the interpreter hides, stale scratch."""
+"""The sanitizer finds what it is for: tables that lead astray, races that the interpreter hides, stale scratch."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from pyscan.kernels.launch import Plan, Reducer
 from pyscan.kernels.layout import Job, Record
 from tests.gpu.engine import CPU, view_of
-from tests.gpu.sanitizer import Fault, Sanitizer
+from tests.gpu.sanitizer import FaultError, Sanitizer
 from tests.gpu.test_kernels import randn, sanitized
 
 
@@ -70,7 +70,7 @@ def test_a_race_is_caught_though_the_interpreter_gets_it_right() -> None:
     x, out = torch.randn(64), torch.zeros(1)
     racy[(4,)](x, out, 16)
     torch.testing.assert_close(out[0], x.sum())
-    with pytest.raises(Fault, match="race at 0x[0-9a-f]+ between program"), Sanitizer(reads=[x], writes=[out]):
+    with pytest.raises(FaultError, match=r"race at 0x[0-9a-f]+ between program"), Sanitizer(reads=[x], writes=[out]):
         racy[(4,)](x, out, 16)
     with Sanitizer(reads=[x], writes=[out]):
         racy[(1,)](x, out, 16)
