@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for every target and dtype: `python -m tests.gpu.check_compiled`, no GPU needed.
+"""What the compiler makes of the kernels for every target and dtype; no GPU: `python -m tests.gpu.check_compiled`.
 
 Compiles ahead of time for sm_80, sm_90, sm_100 and gfx942 with the settings of real launches, disassembles, prints a
 table, and exits with 1 if a kernel has become worse than its limits: loads of 128 bits only and no spills in the loops
