@@ -21,8 +21,8 @@ from pyscan.kernels import merge, tiles
 from pyscan.kernels.layout import FLOAT32, MERGE_BLOCKS, MERGE_ROWS, TILE_GRANULES, TILE_ROWS
 from pyscan.kernels.plan import GENERAL, Slots, SlotTuple, Tables, TileLaunch, View, make_tables
 
-# Settings follow from what a thread can hold: 4 warps x 8 loads of 16 bytes have 16 KiB in flight with 90 registers; the
-# general kernel, whose lanes are float64, needs twice the warps for that.
+# Settings follow from what a thread can hold: 4 warps x 8 loads of 16 bytes have 16 KiB in flight with 90 registers.
+# The general kernel, whose lanes are float64, needs twice the warps for that.
 NUM_WARPS = 4
 GENERAL_WARPS = 8
 TERMS_AT_ONCE = 64  # terms that merge_tiles adds side by side
@@ -30,7 +30,14 @@ FINISH_BLOCKS = 256
 CAREFUL_ROWS = 2
 GENERAL_ROWS = 4
 
-_compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
+# Kernels by function, device, dtypes and constants. Pointers are specialised as multiples of 16, which every allocation
+# of a device is; those that a caller chooses are left out of that in the kernels' decorators.
+_compiled: dict[tuple[Any, ...], Callable[[int, list[Any]], None]] = {}
+
+
+def _options(num_warps: int) -> dict[str, Any]:
+    """Compiler options. Fusion is named because its default differs between versions of Triton."""
+    return {"num_warps": num_warps, "enable_fp_fusion": True}
 
 
 def rows_at_once(dtype: int) -> int:
@@ -39,11 +46,11 @@ def rows_at_once(dtype: int) -> int:
 
 
 def tile_settings(launch: TileLaunch, max_ranges: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel of a launch, its compile-time arguments and number of warps."""
+    """The kernel of a launch, its compile-time arguments and compiler options."""
     shape = {"TILE_ROWS": TILE_ROWS, "GRANULES": TILE_GRANULES, "RANGES": max_ranges, "PER_ROW": launch.per_row}
     if launch.dtype == GENERAL:
-        return tiles.tile_stats_general, shape | {"ROWS_AT_ONCE": GENERAL_ROWS, "num_warps": GENERAL_WARPS}
-    rows = {"ROWS_AT_ONCE": rows_at_once(launch.dtype), "CAREFUL_ROWS": CAREFUL_ROWS, "num_warps": NUM_WARPS}
+        return tiles.tile_stats_general, shape | {"ROWS_AT_ONCE": GENERAL_ROWS, **_options(GENERAL_WARPS)}
+    rows = {"ROWS_AT_ONCE": rows_at_once(launch.dtype), "CAREFUL_ROWS": CAREFUL_ROWS, **_options(NUM_WARPS)}
     return tiles.tile_stats, shape | rows | {"DTYPE": launch.dtype}
 
 
@@ -104,20 +111,21 @@ class Plan:
         records, segments, jobs, row_jobs = (
             _upload(table, device) for table in (tables.records, tables.segments, tables.jobs, tables.row_jobs)
         )
+        self.scratch = (partials, row_partials)
         addresses = torch.zeros(1, dtype=torch.int64, device=device)
         self._launches: list[tuple[Launch, int]] = []  # and the position of `addresses`
-        for launch in tables.launches:
-            kernel, constants = tile_settings(launch, tables.max_ranges)
-            arguments = [records, _upload(launch.tiles, device), addresses, partials, row_partials]
-            self._launches.append((Launch(kernel, len(launch.tiles), constants, arguments), 2))
+        for tile_launch in tables.launches:
+            kernel, constants = tile_settings(tile_launch, tables.max_ranges)
+            arguments = [records, _upload(tile_launch.tiles, device), addresses, partials, row_partials]
+            self._launches.append((Launch(kernel, len(tile_launch.tiles), constants, arguments), 2))
         if len(tables.job_programs):
             constants = {"RANGES": tables.max_ranges, "TILE_ROWS": TILE_ROWS, "BLOCKS": MERGE_BLOCKS}
-            constants |= {"TERMS_AT_ONCE": TERMS_AT_ONCE, "REPLACE": replace, "num_warps": NUM_WARPS}
+            constants |= {"TERMS_AT_ONCE": TERMS_AT_ONCE, "REPLACE": replace, **_options(NUM_WARPS)}
             arguments = [jobs, _upload(tables.job_programs, device), segments, addresses, partials, sums]
             launch = Launch(merge.merge_tiles, len(tables.job_programs), constants, arguments)
             self._launches.append((launch, 3))
         if len(tables.row_programs):
-            constants = {"RANGES": tables.max_ranges, "ROWS_AT_ONCE": MERGE_ROWS, "num_warps": NUM_WARPS}
+            constants = {"RANGES": tables.max_ranges, "ROWS_AT_ONCE": MERGE_ROWS, **_options(NUM_WARPS)}
             arguments = [row_jobs, _upload(tables.row_programs, device), addresses, row_partials]
             self._launches.append((Launch(merge.merge_rows, len(tables.row_programs), constants, arguments), 2))
 
@@ -131,7 +139,7 @@ class Plan:
 
 
 class Reducer:
-    """The accumulators of every slot on one device. Launches that touch the same slots must be ordered by the caller."""
+    """The accumulators of every slot on one device. The caller orders launches that touch the same slots."""
 
     def __init__(self, slots: Sequence[SlotTuple], num_cells: int, device: torch.device) -> None:
         self.device = torch.device(device)
@@ -169,7 +177,7 @@ class Reducer:
             if scale.dtype not in self._finish:
                 arguments = [self._finish_table, self.sums, row, scale]
                 num_slots = len(self._finish_table)
-                constants = {"BLOCKS": FINISH_BLOCKS, "num_warps": NUM_WARPS}
+                constants = {"BLOCKS": FINISH_BLOCKS, **_options(NUM_WARPS)}
                 self._finish[scale.dtype] = Launch(merge.finish_row, num_slots, constants, arguments)
             self._finish[scale.dtype]({2: row, 3: scale})
 

@@ -8,6 +8,7 @@ serves every step that sees the same shapes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -129,6 +130,8 @@ def _is_fast(view: View, col_block: tuple[int, int, int]) -> bool:
 def cut(view: View, slots: Slots) -> Cut:
     """Cut a view along the blocks of its slot."""
     block, first, by_rows, num_blocks = slots.geometry(view.slot)
+    if view.rows == 1:
+        view = view._replace(row_stride=0)  # whatever it was, it is never used
     if view.row_stride == 1 and view.col_stride > 1 and not view.num_ranges and not view.per_row:
         # Read in memory order, columns are rows.
         view = view._replace(rows=view.cols, cols=view.rows, row_stride=view.col_stride, col_stride=1)
@@ -192,12 +195,8 @@ def _segments(c: Cut, *, address: int, partial: int) -> Iterable[tuple[int, list
     view = c.view
     for slot in (view.slot, *view.repeats):
         for i in range(max(view.num_ranges, 1)):
-            index = i if view.num_ranges else -1
-            yield (
-                slot + i,
-                [partial, c.terms, c.inner, c.row_of_tiles, c.stride, c.limit]
-                + [index, view.num_ranges, address + 1, view.rows],
-            )
+            terms = [partial, c.terms, c.inner, c.row_of_tiles, c.stride, c.limit]
+            yield slot + i, [*terms, i if view.num_ranges else -1, view.num_ranges, address + 1, view.rows]
 
 
 def _programs(counts: Sequence[int]) -> NDArray[np.int32]:
@@ -206,7 +205,7 @@ def _programs(counts: Sequence[int]) -> NDArray[np.int32]:
 
 
 def _firsts(counts: Sequence[int]) -> list[int]:
-    return np.concatenate([[0], np.cumsum(counts)])[:-1].astype(np.int64).tolist()
+    return [0, *accumulate(counts)][:-1]
 
 
 def _table(rows: list[list[int]], width: int) -> NDArray[np.int64]:

@@ -5,8 +5,8 @@ squares, the largest magnitude and the count of non-finite values as float64 for
 between programs, so there are no atomics and the result is the same bit for bit every time.
 
 Numerics, as csrc/reduce.h: `tile_stats` adds at most 32 squares in one float32 accumulator, whose error is then at most
-31 roundings of a growing sum, 31 / 2 * 2^-24 = 9.3e-7 of it; all else is added in float64. A tile with a maximum from
-which float32 cannot be trusted, or with non-finite values, is read again in float64.
+31 roundings of a growing sum, 31 / 2 * 2^-24 = 9.3e-7 of it; all else is added in float64. A tile whose squares leave
+float32's range, or with non-finite values, is read again in float64.
 """
 
 import triton
@@ -36,9 +36,8 @@ ROW_PARTIAL = tl.constexpr(int(Record.ROW_PARTIAL))
 GRANULE = tl.constexpr(_GRANULE)
 
 INF = tl.constexpr(float("inf"))
-# 32 squares below 2^120 stay in float32. Below 2^-42, the squares that float32 may lose, 2^-126 each where the device
-# flushes denormals, would be more than 2^-29 of a granule's sum of 2^13.
-TOO_LARGE = tl.constexpr(2.0**60)
+# Squares that are too large for float32 make the sum infinite. Those that are too small are lost, up to 2^-126 each
+# where the device flushes denormals: with a maximum of 2^-42 or more, the 2^13 of a granule lose 2^-29 of its sum.
 TOO_SMALL = tl.constexpr(2.0**-42)
 
 
@@ -172,7 +171,7 @@ def _careful_tile(
     CAREFUL_ROWS: tl.constexpr,
     PER_ROW: tl.constexpr,
 ):
-    """A tile of `tile_stats` once more in float64. Few rows at a time: this rare way must not cost the other registers."""
+    """A tile of `tile_stats` in float64, few rows at a time: this rare way must not cost the other one registers."""
     row_index = tl.arange(0, CAREFUL_ROWS)
     x_ptrs = x_ptr + (row_begin.to(tl.int64) + row_index[None, :, None, None]) * row_stride + col
     zeros = tl.zeros((col.shape[0], CAREFUL_ROWS, col.shape[2], 4), tl.float64)
@@ -271,7 +270,7 @@ def tile_stats(
             sumsq_a, sumsq_b, absmax = _add_vector(words, sumsq_a, sumsq_b, absmax, DTYPE)
     block_sumsq = tl.sum(tl.sum(sumsq_a.to(tl.float64) + sumsq_b.to(tl.float64), 2), 1)
     block_max = tl.max(tl.max(absmax, 2), 1)
-    is_trusted = (block_sumsq < INF) & (block_max < TOO_LARGE) & ((block_max >= TOO_SMALL) | (block_max == 0))
+    is_trusted = (block_sumsq < INF) & ((block_max >= TOO_SMALL) | (block_max == 0))
     num_doubts = tl.sum(tl.where(is_trusted, 0, 1))
     if PER_ROW:
         num_doubts += tl.max(tl.max(tl.max(small, 2), 1), 0).to(tl.int32)
@@ -279,8 +278,9 @@ def tile_stats(
     block_max = block_max.to(tl.float64)
     if num_doubts > 0:
         block_sumsq, block_max, block_bad = _careful_tile(
-            x_ptr, row_stride, row_begin, row_end, num_rows, col, cols, row_out, num_strips, DTYPE, CAREFUL_ROWS, PER_ROW
-        )
+            x_ptr, row_stride, row_begin, row_end, num_rows, col, cols, row_out, num_strips,
+            DTYPE, CAREFUL_ROWS, PER_ROW,
+        )  # fmt: skip
     first = tl.load(record + PARTIAL) + local.to(tl.int64) * GRANULES
     _store_triples(partials + (first + tl.arange(0, GRANULES)) * 3, block_sumsq, block_max, block_bad)
 

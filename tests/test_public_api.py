@@ -88,3 +88,23 @@ def test_each_stage_knows_only_what_is_below_it() -> None:
     for path in [*ROOT.glob("*.py"), *(ROOT / "commands").glob("*.py")]:
         if path.name not in ("__main__.py", "__init__.py", "cli.py"):
             assert "pyscan.cli" not in imports_of(path), path
+
+
+# Tables before kernels, kernels before launches; nothing here knows the scanner, and planning needs no triton.
+KERNELS = {
+    "layout": set(),
+    "slots": {"numpy"},
+    "plan": {"numpy", "pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "tiles": {"triton", "pyscan.kernels.layout"},
+    "merge": {"triton", "pyscan.kernels.layout", "pyscan.kernels.slots", "pyscan.kernels.tiles"},
+    "launch": {"numpy", "torch", "triton", "pyscan.kernels", "pyscan.kernels.layout", "pyscan.kernels.plan"},
+}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_kernels_know_only_what_is_below_them(module: str) -> None:
+    standard = {"__future__", "collections", "contextlib", "enum", "itertools", "typing"}
+    imports = imports_of(ROOT / "kernels" / f"{module}.py")
+    names = {name if name.startswith("pyscan") else name.split(".")[0] for name in imports}
+    assert names - standard <= KERNELS[module]
+    assert {path.stem for path in (ROOT / "kernels").glob("*.py")} == {"__init__", *KERNELS}

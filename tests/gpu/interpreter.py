@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     raise ImportError("start the process with TRITON_INTERPRET=1: it decides when a kernel is defined")
 
 
-class FalsePromise(AssertionError):
-    """A tl.multiple_of that does not hold: on a device a misaligned address, here only slower code that never runs."""
+class FalsePromiseError(AssertionError):
+    """A tl.multiple_of that does not hold: on a device, a misaligned address."""
 
 
 def _multiple_of(x: Any, values: Any) -> Any:
@@ -24,7 +24,7 @@ def _multiple_of(x: Any, values: Any) -> Any:
     if isinstance(x, tl.tensor):
         for value in x.handle.data.reshape(-1):
             if int(value) % promised:
-                raise FalsePromise(f"tl.multiple_of({promised}) of {int(value):#x}")
+                raise FalsePromiseError(f"tl.multiple_of({promised}) of {int(value):#x}")
     return x
 
 
