@@ -1,4 +1,4 @@
-"""The doctor's examination of a GPU, run on the fake device as far as it can be: what it would say, and when it fails."""
+"""The doctor's examination of a GPU, on the fake device as far as it can be: what it says, and when it fails."""
 
 import sys
 import time

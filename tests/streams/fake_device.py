@@ -315,8 +315,9 @@ def _has_bool_index(name: str, args: Any) -> bool:
 
 
 def _called_by_pyscan() -> bool:
+    """Not so inside a GradScaler's own step, around which pyscan has put a frame."""
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and not frame.f_code.co_filename.endswith("grad_scaler.py"):
         if frame.f_code.co_filename.startswith(PACKAGE):
             return True
         frame = frame.f_back

@@ -15,8 +15,9 @@ import pyscan
 from pyscan import groups, scanner
 from pyscan.device_buffer import DeviceBuffer
 from pyscan.latest import Row
+from pyscan.writer import SKIPPED
 from tests.streams.fake_device import FakeDevice
-from tests.streams.reducers import RecordingReducer, recording
+from tests.streams.reducers import RecordingReducer, StandInReducer, recording
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
@@ -74,6 +75,32 @@ def three_backwards(model: nn.Module, optimizer: torch.optim.Optimizer, step: in
     optimizer.zero_grad(set_to_none=False)
 
 
+class Scaled:
+    """Steps with a GradScaler, one of which it skips."""
+
+    def __init__(self, *, unscales: bool = False) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.unscales = unscales
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        self.scaler.scale(model(**batch(step)).loss * (float("inf") if step == 2 else 1)).backward()
+        if self.unscales:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+
+
+def masked_batches(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    inputs = batch(step)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 5 - step :] = 0
+    model(**inputs, attention_mask=mask).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 class Outcome:
     """What a scan of some steps left behind."""
 
@@ -86,10 +113,10 @@ class Outcome:
 
 
 @contextmanager
-def on_fake(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> Iterator[list[RecordingReducer]]:
-    """Models are scanned as if they were on a GPU."""
+def on_fake(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, reducer: Any) -> Iterator[list[RecordingReducer]]:
+    """Models are scanned as if they were on a GPU, by a reducer of this kind."""
     made: list[RecordingReducer] = []
-    make = recording(device)
+    make = recording(device, reducer)
 
     def make_reducer(*args: Any) -> RecordingReducer:
         made.append(make(*args))
@@ -112,10 +139,16 @@ def train(model: nn.Module, step: Step, num_steps: int, **options: Any) -> Outco
 
 
 def train_on_fake(
-    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, model: nn.Module, step: Step, num_steps: int, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    device: FakeDevice,
+    model: nn.Module,
+    step: Step,
+    num_steps: int,
+    reducer: Any = StandInReducer,
+    **options: Any,
 ) -> Outcome:
     launches: list[int] = []
-    with on_fake(monkeypatch, device) as made, device.recording():
+    with on_fake(monkeypatch, device, reducer) as made, device.recording():
 
         def counted(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
             before = made[0].num_launches
@@ -168,6 +201,57 @@ def test_every_site_has_the_values_of_the_cpu_engine(
     got = train_on_fake(monkeypatch, device, make(), step, 4, **options)
     check(device, got, want)
     assert not any((row.cells < 0).all() for row in got.rows)
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_the_loss_scale_and_the_verdict_of_the_scaler_come_with_the_row(
+    monkeypatch: pytest.MonkeyPatch, unscales: bool
+) -> None:
+    device = FakeDevice(lag=300)
+    want = train(llama(), Scaled(unscales=unscales), 5)
+    got = train_on_fake(monkeypatch, device, llama(), Scaled(unscales=unscales), 5)
+    check(device, got, want)
+    assert [row.flags & SKIPPED for row in got.rows] == [0, 0, SKIPPED, 0, 0]
+    assert [row.grad_scale for row in got.rows] == [1024.0] * 3 + [512.0] * 2
+
+
+def test_masked_rows_do_not_count_and_nobody_waits_for_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(lag=300)
+    want = train(llama(), masked_batches, 3, mask="attention_mask")
+    got = train_on_fake(monkeypatch, device, llama(), masked_batches, 3, mask="attention_mask")
+    assert device.violations == []
+    assert device.waits_by_step == [0, 0, 0]
+    for mine, theirs in zip(got.rows, want.rows, strict=True):
+        np.testing.assert_allclose(mine.cells, theirs.cells, rtol=1e-12)
+        assert mine._replace(cells=None) == theirs._replace(cells=None)
+    assert [row.tokens for row in got.rows] == [14, 13, 12]
+
+
+def test_latest_is_one_step_behind_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(lag=300)
+    with on_fake(monkeypatch, device, StandInReducer), device.recording():
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scan = pyscan.attach(model, optimizer=optimizer)
+        seen = []
+        for number in range(4):
+            one_backward(model, optimizer, number)
+            seen.append(scan.latest()["step"])
+        scan.close()
+    assert seen == [None, 1, 2, 3]
+    assert scan.latest()["step"] == 4
+
+
+def test_rows_under_way_are_kept_when_the_model_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grow(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        one_backward(model, optimizer, step)
+        if step == 1:
+            model.resize_token_embeddings(90)
+
+    device = FakeDevice(lag=300)
+    want = train(llama(), grow, 4)
+    got = train_on_fake(monkeypatch, device, llama(), grow, 4)
+    check(device, got, want)
 
 
 def test_a_model_of_28_layers_needs_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
