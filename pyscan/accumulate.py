@@ -6,7 +6,7 @@ per step. Here what engines have in common, and the CPU engine; device_buffer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pyscan import _C
+from pyscan.closing import Closing, Finished
 from pyscan.engine import DTYPES
 from pyscan.schema import Channel, Layout, Schema, SiteInfo
 from pyscan.sites import Site
@@ -53,6 +54,7 @@ class RowCells:
 
     def __init__(self, sites: Sequence[Site], schema: Schema) -> None:
         self.layout = Layout(schema)
+        self.num_threads = torch.get_num_threads()  # of the CPU
         self._firsts = np.concatenate([[0], np.cumsum(self.layout.num_cells)]).tolist()
         self._num_sites = len(sites)
         self._num_features = [site.shape[1] for site in sites]
@@ -115,7 +117,6 @@ class StepBuffer(RowCells):
 
     def __init__(self, sites: Sequence[Site], schema: Schema) -> None:
         super().__init__(sites, schema)
-        self.num_threads = torch.get_num_threads()
         self._native = _C.StepBuffer(self.num_cells, self._slots)
 
     def observer(
@@ -125,29 +126,40 @@ class StepBuffer(RowCells):
         state.num_threads = self.num_threads
         return _C.make_observer(self._native, state, site, max(self._num_features[site], 1), careful)
 
+    def reads(self, x: torch.Tensor) -> bool:
+        """Whether x is where this engine can read it: not if the model was moved away, or is an outline of one."""
+        return x.is_cpu
+
+    def flush(self) -> None:
+        """The forward is over; here everything is read by then."""
+
+    def masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The rows of x where the mask is true."""
+        return x[mask]
+
     def add_input(self, site: int, x: torch.Tensor, *, at_once: bool = False) -> None:
         """Add the rows of x, whose last dimension is the site's input; this engine always reads at once."""
-        x = readable(x)
-        self._native.add(site, *matrix_of(x), self.num_threads)
+        if self.reads(x):
+            x = readable(x)
+            self._native.add(site, *matrix_of(x), self.num_threads)
 
     def add_ranges(self, site: int, x: torch.Tensor, ends: torch.Tensor) -> None:
         """Add row ranges of x to sites site, site + 1, ...; range e ends before row ends[e]."""
+        if not self.reads(x):
+            return
         x = readable(x)
         self._native.add_ranges(site, *matrix_of(x), ends.to(torch.int32).numpy(), self.num_threads)
 
-    def expect_grad(self, site: int, parameter: torch.Tensor) -> None:
-        """Let `set_grads` find the site's gradient as a contiguous matrix like its parameter."""
-        rows, cols = parameter.shape
-        for slot in self.grad_slots(site):
-            self._native.expect(slot, DTYPES[parameter.dtype], rows, cols)
-
-    def set_grads(self, sites: list[int], addresses: list[int]) -> None:
-        """Take many gradients at once, each as `expect_grad` announced it."""
-        slots = [self._num_sites + site for site in sites]
-        if self._has_rows:
-            slots += [self._num_sites + slot for slot in slots]
-            addresses = addresses * 2
-        self._native.set_many(slots, addresses, self.num_threads)
+    def watch_gradients(
+        self,
+        weights: list[tuple[torch.nn.Parameter, list[int], int, int, bool]],
+        begins: Callable[[int], None],
+        careful: Callable[[int, torch.Tensor, int, int], tuple[int, int]],
+        gone: Callable[[int], None],
+        failed: Callable[[Exception], None],
+    ) -> _C.GradientWatch:
+        """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself."""
+        return _C.GradientWatch(self._native, weights, begins, careful, gone, failed)
 
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""
@@ -161,6 +173,19 @@ class StepBuffer(RowCells):
         row = np.empty(self.num_cells)
         self._native.take(grad_scale, row)
         return self._tie(row)
+
+    def close_row(self, closing: Closing) -> Iterable[Finished]:
+        """The row of this step, finished; other engines give earlier ones."""
+        values = [float(value) for value in closing.tensors]
+        return (Finished(closing, self.take(float(closing.scale)), values),)
+
+    def wait_rows(self) -> Iterable[Finished]:
+        """Rows that are still to come: none."""
+        return ()
+
+    def complaints(self) -> Iterable[tuple[str, int | None, str]]:
+        """What users must know and was not said yet: kind, site, text."""
+        return ()
 
 
 def to_local(x: torch.Tensor) -> torch.Tensor:

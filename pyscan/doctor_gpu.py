@@ -143,12 +143,12 @@ Timer = Callable[[Callable[[], Any], int], float]
 def timed_by_events(work: Callable[[], Any], times: int) -> float:
     """Seconds of one run of the work on the GPU, without the launches before it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()  # type: ignore[no-untyped-call]
+    begin.record()
     for _ in range(times):
         work()
-    end.record()  # type: ignore[no-untyped-call]
-    end.synchronize()  # type: ignore[no-untyped-call]
-    return float(begin.elapsed_time(end)) / 1e3 / times  # type: ignore[no-untyped-call]
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / times
 
 
 def bandwidth(

@@ -7,6 +7,7 @@ for one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Union
 
 import torch
@@ -43,7 +44,10 @@ def device_of(model: nn.Module) -> torch.device:
             f"the model is on several devices ({places}): pyscan scans models on one device; "
             "shard it with one process per GPU instead"
         )
-    return next(iter(found), CPU)
+    device = next(iter(found), CPU)
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ValueError(f"scanning a model on {device} needs Triton: pip install triton")
+    return device
 
 
 def make_buffer(sites: Sequence[Site], schema: Schema, device: torch.device) -> Buffer:
@@ -52,9 +56,6 @@ def make_buffer(sites: Sequence[Site], schema: Schema, device: torch.device) -> 
         return StepBuffer(sites, schema)
     from pyscan.device import CudaDevice
     from pyscan.device_buffer import DeviceBuffer
+    from pyscan.kernels.launch import Reducer
 
-    try:
-        from pyscan.kernels.launch import Reducer
-    except ImportError as error:
-        raise ValueError(f"scanning a model on {device} needs Triton ({error}): pip install triton") from error
     return DeviceBuffer(sites, schema, CudaDevice(device), Reducer)

@@ -23,23 +23,26 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import hooks
-from pyscan.accumulate import StepBuffer, channels, site_info
+from pyscan import hooks, threads
+from pyscan.accumulate import channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
+from pyscan.closing import Closing, Finished, Scaling
 from pyscan.config import Event, ScanConfig
+from pyscan.engines import Buffer, device_of, make_buffer
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.gradients import GradientReader
 from pyscan.latest import Row, param_stats
+from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
+from pyscan.silence import Silence
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
-from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
+from pyscan.writer import Writer
 
 _clock = time.perf_counter
-_UNSEEN = "its input was not seen; its module was not called, or ran inside a compiled region or a fused kernel"
 
 
 def attach(
@@ -73,7 +76,7 @@ def attach(
     config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _refuse_other_devices(model)
+    threads.borrow()
     return Scanner(model, path, unwrap_all(optimizer), config)
 
 
@@ -87,9 +90,10 @@ class Scanner:
         self.events: list[Event] = []
         self.rows: list[Row] = []  # every finished row, when there is no file
         self._model = model
+        self._device = device_of(model)
         self._off = False
         self._paused = 0
-        self._latest: tuple[Row, StepBuffer] | None = None  # with the buffer that knows its cells
+        self._latest: tuple[Row, Buffer] | None = None  # with the buffer that knows its cells
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
@@ -97,7 +101,7 @@ class Scanner:
         self._inventory = self._find()
         self._refuse_second_scan()
         self.schema = self._schema()
-        self.path = None if path is None else rank_path(Path(path))
+        self.path = None if path is None else own_path(Path(path))
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
@@ -111,11 +115,13 @@ class Scanner:
         """Close the row of this step; for loops that give `attach` no optimizer, or number their steps themselves."""
         if step is not None and step < 0:
             raise ValueError(f"step must be >= 0, got {step}")
-        with self._safely():
+        try:
             if step is not None:
                 self._step = step
             self._late += self._gradients.read_rest()
-            self._close_row(None, False, loss=loss, tokens=tokens)
+            self._close_row(None, loss=loss, tokens=tokens)
+        except Exception as error:
+            self._fail(error)
 
     def latest(self) -> dict[str, Any]:
         """The newest finished row: step, token_count and, per site, activation and gradient norm and their blocks."""
@@ -162,6 +168,7 @@ class Scanner:
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
+        self._wait_rows()
         self._off = True
         self._steps.remove()
         self._unwatch_sites()
@@ -190,7 +197,7 @@ class Scanner:
 
     def _schema(self) -> Schema:
         name = getattr(getattr(self._model, "config", None), "_name_or_path", None)
-        rank, world = _rank_and_world()
+        rank, world = rank_and_world()
         return Schema(
             model=name or type(_bare(self._model)).__name__,
             channels=channels(self.config.rows),
@@ -205,7 +212,7 @@ class Scanner:
 
     def _watch_sites(self) -> None:
         sites = self._inventory.sites
-        self.buffer = StepBuffer(sites, self.schema)
+        self.buffer = make_buffer(sites, self.schema, self._device)
         self._capture = Capture(self.buffer, len(sites), self._fail)
         for index, site in enumerate(sites):
             if site.observe in ("module_input", "lookup"):
@@ -214,20 +221,21 @@ class Scanner:
                 self._endings.append(watch(site.module, see, see_compiled))
         self._functional = FunctionalCapture(sites, self._capture.rows, on_error=self._fail)
         self._endings.append(self._functional.remove)
-        self._explained = False
+        self._silence = Silence(self._inventory, self.buffer, self._functional.problems, self._event)
         self._gradients = GradientReader(
-            sites, self.buffer, early=not _is_distributed(), on_read=self._capture.forget, on_error=self._fail
+            sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
             on_begin=self._forward_begins,
-            on_end=self._capture.forget,
+            on_end=self._forward_ends,
             on_error=self._fail,
         )
         self._endings.append(self._forward.remove)
         self._state = ModelState(self._model, sites)
+        self._use_threads()
         self._set_active()
         _forget_compiled_code()
 
@@ -247,86 +255,85 @@ class Scanner:
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         self._capture.set_mask(mask)
 
+    def _forward_ends(self) -> None:
+        self._capture.forget()
+        self.buffer.flush()
+
     def _step_begins(self, unscaled: bool) -> None:
-        with self._safely():
+        try:
             if self._capture.state.active and (late := self._gradients.read_rest()):
                 self._late += late
                 self._late_unscaled = unscaled
+        except Exception as error:
+            self._fail(error)
 
-    def _step_ends(self, scale: float | None, skipped: bool) -> None:
-        with self._safely():
-            self._close_row(scale, skipped)
+    def _step_ends(self, scaling: Scaling | None) -> None:
+        try:
+            self._close_row(scaling)
+        except Exception as error:
+            self._fail(error)
 
     # The row
 
-    def _close_row(
-        self, scale: float | None, skipped: bool, *, loss: float | None = None, tokens: int | None = None
-    ) -> None:
+    def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
         if self._off:
             self._unwatch_sites()
             return
         start = _clock()
-        seen_loss, seen_tokens = self._forward.take()
+        seen = self._forward.take()
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
-            cells = self._undo_scale(self.buffer.take(scale or 1.0), scale)
-            if self._is_due():
-                row = Row(
-                    step=self._step,
-                    cells=cells,
-                    tokens=seen_tokens if tokens is None else tokens,
-                    loss=seen_loss if loss is None else loss,
-                    lr=self._steps.learning_rate(),
-                    grad_scale=scale,
-                    flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
-                )
-                self._keep(row)
-                self._explain_silence(cells)
+            rate, late = self._steps.learning_rate(), frozenset(self._late)
+            is_due = self._is_due()
+            closing = Closing(self._step, is_due, seen, loss, tokens, rate, scaling, late, self._late_unscaled)
+            for finished in self.buffer.close_row(closing):
+                self._finish_row(finished)
+            for kind, site, text in self.buffer.complaints():
+                self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
         if self._state.changed():
             self._follow_model()
-        self.buffer.num_threads = self._capture.state.num_threads = torch.get_num_threads()
+        self._use_threads()
         self._step += 1
         self._measure(start)
         self._set_active()
 
-    def _explain_silence(self, cells: NDArray[np.float64]) -> None:
-        """Say once which inputs never came, after the first row that has gradients; or that nothing came at all."""
-        if self._explained:
-            return
-        if (cells < 0).all():
-            self._event_once(
-                "nothing_recorded",
-                text="nothing was recorded in this step: no forward of this model ran with gradients enabled. "
-                "generate() and no_grad() record nothing: run a forward on the generated tokens and call backward()",
-            )
-            return
-        if not self.buffer.has_grads(cells):
-            return
-        self._explained = True
-        silent = []
-        for index, site in enumerate(self._inventory.sites):
-            due = site.observe != "none" and site.expert is None and site.tied_to is None
-            if due and self.buffer.observed(cells, "grad", index) and not self.buffer.observed(cells, "act", index):
-                self._inventory.coverage[site.name] = f"gradient only: {self._functional.problems.get(index, _UNSEEN)}"
-                silent.append(site.name)
-        if silent:
-            reason = self._inventory.coverage[silent[0]]
-            self._event("input_not_seen", site=silent[0], sites=silent, text=f"{len(silent)} sites, {reason}")
+    def _use_threads(self) -> None:
+        """As many as torch has; a loop may change that."""
+        num_threads = torch.get_num_threads()
+        self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
 
-    def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
+    def _finish_row(self, finished: Finished) -> None:
+        """A row is there: on the CPU that of the step that ends, on a GPU one of an earlier step."""
+        closing, cells, values = finished
+        row = closing.row(cells, values)
+        if not closing.is_due:
+            return
+        if row.grad_scale is not None and closing.late_unscaled:
+            self._undo_scale(cells, closing.late, row.grad_scale)
+        self._keep(row)
+        if not self._silence.done:
+            self._silence.explain(cells)
+
+    def _wait_rows(self) -> None:
+        """Finish the rows that are still to come."""
+        try:
+            for finished in self.buffer.wait_rows():
+                self._finish_row(finished)
+        except Exception as error:
+            self._fail(error)
+
+    def _undo_scale(self, cells: NDArray[np.float64], late: frozenset[int], scale: float) -> None:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
-        if scale is not None and self._late_unscaled:
-            sites = self._inventory.sites
-            names = {sites[index].name for index in self._late}
-            for index, site in enumerate(sites):
-                if (site.tied_to or site.name) in names:
-                    for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
-                        cells[self.buffer.cells(channel, index)] *= scale * scale
-                    cells[self.buffer.cells("grad_max", index)] *= scale
-        return cells
+        sites = self._inventory.sites
+        names = {sites[index].name for index in late}
+        for index, site in enumerate(sites):
+            if (site.tied_to or site.name) in names:
+                for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
+                    cells[self.buffer.cells(channel, index)] *= scale * scale
+                cells[self.buffer.cells("grad_max", index)] *= scale
 
     def _keep(self, row: Row) -> None:
         self._latest = row, self.buffer
@@ -346,11 +353,11 @@ class Scanner:
     def _measure(self, start: float) -> None:
         now = _clock()
         change = self._budget.step(
-            self._capture.state.seconds + self._gradients.seconds + now - start,
+            self._capture.state.seconds + self._gradients.state.seconds + now - start,
             now - self._row_start,
             self._capture.state.active,
         )
-        self._capture.state.seconds = self._gradients.seconds = 0.0
+        self._capture.state.seconds = self._gradients.state.seconds = 0.0
         self._row_start = now
         if change is not None:
             self._event("every", site=None, **change)
@@ -360,12 +367,14 @@ class Scanner:
         return not self._off and not self._paused and self._step % self._budget.every == 0
 
     def _set_active(self) -> None:
-        self._capture.state.active = self._gradients.active = self._is_due()
+        self._capture.state.active = self._gradients.state.active = self._is_due()
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
         old = {site.name for site in self._inventory.sites}
+        self._wait_rows()
         self._unwatch_sites()
+        self._device = device_of(self._model)
         self._inventory = self._find()
         self.schema = self._schema()
         self._watch_sites()
@@ -382,19 +391,10 @@ class Scanner:
         if self._writer is not None:
             self._writer.event(kind, self._step, site=site, **fields)
         if self.config.on_event is not None:
-            with self._safely():
+            try:
                 self.config.on_event(event)
-
-    def _event_once(self, kind: str, **fields: Any) -> None:
-        if all(event["kind"] != kind for event in self.events):
-            self._event(kind, **fields)
-
-    @contextlib.contextmanager
-    def _safely(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
+            except Exception as error:
+                self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Turn off and say so, once. Hooks are taken away later: this may run inside one."""
@@ -409,34 +409,6 @@ class Scanner:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         except Warning:  # warnings are errors here, and errors are not ours to raise
             print(text, file=sys.stderr)
-
-
-def _refuse_other_devices(model: nn.Module) -> None:
-    """Addresses on another device are not the CPU engine's to read."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{name!r} is on device {parameter.device.type!r}, for which there is no engine yet: "
-                "pyscan scans models on the CPU"
-            )
-
-
-def rank_path(path: Path) -> Path:
-    """Where this process writes: beside `path`, with its rank in the name, when there are several."""
-    rank, world = _rank_and_world()
-    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
-
-
-def _is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
-
-
-def _rank_and_world() -> tuple[int, int]:
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_distributed() else (0, 1)
 
 
 def _bare(model: nn.Module) -> nn.Module:

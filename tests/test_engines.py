@@ -60,9 +60,9 @@ def test_the_engine_follows_from_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_gpu_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyscan.kernels.launch", None)
-    with pytest.raises(ValueError, match=r"needs Triton .*: pip install triton"):
-        engines.make_buffer([], Schema(model="", channels=channels(False), sites=()), torch.device("cuda"))
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="a model on cuda:0 needs Triton: pip install triton"):
+        pyscan.attach(model_on("cuda:0"))
 
 
 TRAIN = """

@@ -67,6 +67,7 @@ def imports_of(path: Path) -> set[str]:
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
+WRITING += ["closing", "engines", "device", "device_buffer", "device_gradients", "flush", "groups", "results"]
 
 
 @pytest.mark.parametrize("module", READING)

@@ -142,7 +142,7 @@ def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> 
     assert [event["kind"] for event in run.events] == ["attached", "off"]
 
 
-@pytest.mark.parametrize("where", ["set_grads", "take"])
+@pytest.mark.parametrize("where", ["set_grad", "take"])
 def test_errors_anywhere_stay_inside(where: str) -> None:
     model = llama().model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -152,6 +152,7 @@ def test_errors_anywhere_stay_inside(where: str) -> None:
             raise RuntimeError("planted")
 
         setattr(scan.buffer, where, broken)
+        model.lm_head.weight.grad = torch.zeros(model.lm_head.weight.shape[::-1]).T  # not plain
 
         def two_steps() -> None:
             for _ in range(2):
@@ -278,16 +279,6 @@ def test_a_script_that_never_closes_loses_nothing(tmp_path: Any) -> None:
 def test_attach_refuses_bad_arguments_with_the_remedy(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         pyscan.attach(nn.Linear(4, 4), **options)
-
-
-def test_a_model_on_another_device_is_refused() -> None:
-    class Elsewhere(nn.Parameter):
-        device = torch.device("cuda")
-
-    model = nn.Linear(4, 4)
-    model.weight = Elsewhere(model.weight.detach())
-    with pytest.raises(ValueError, match="'weight' is on device 'cuda', for which there is no engine yet"):
-        pyscan.attach(model)
 
 
 def test_a_model_without_weights_says_what_it_holds() -> None:
