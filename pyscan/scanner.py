@@ -105,7 +105,7 @@ class Scanner:
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
-        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
+        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
         self._announce()
 

@@ -22,19 +22,22 @@ OptimizerLike = Any  # an Optimizer, or a wrapper with one in `.optimizer`
 
 
 class StepWatch:
-    """Follows the optimizers of one scanner. `on_begin(unscaled)` and `on_end(scaling)` must not raise."""
+    """Follows the optimizers of one scanner. The three callbacks must not raise."""
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         on_begin: Callable[[bool], None],
         on_end: Callable[[Scaling | None], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self.optimizers = optimizers
         self._on_begin = on_begin
         self._on_end = on_end
+        self._on_error = on_error
         self._scale: Tensor | None = None
         self._in_scaler = False
+        self._found_inf: tuple[Tensor, ...] = ()  # by the optimizers of this step
         self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
         _watches.add(self)
@@ -68,9 +71,14 @@ class StepWatch:
         self._in_scaler = True
         self._scale = scaler._scale
 
-    def scaler_ends(self, optimizer: Optimizer, found_inf: tuple[Tensor, ...]) -> None:
+    def scaler_ends(self, scaler: GradScaler, optimizer: OptimizerLike) -> None:
         self._in_scaler = False
-        if optimizer is self.optimizers[-1]:
+        try:
+            self._found_inf += _found_inf(scaler, optimizer)
+        except Exception as error:
+            self._on_error(error)
+        if _inner(optimizer) is self.optimizers[-1]:
+            found_inf, self._found_inf = self._found_inf, ()
             self._on_end(None if self._scale is None else Scaling(self._scale, found_inf))
 
     def scaler_failed(self) -> None:
@@ -111,7 +119,7 @@ def unwrap_all(optimizer: OptimizerLike | Iterable[OptimizerLike] | None) -> lis
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
 
-def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> tuple[Tensor, ...]:
+def _found_inf(scaler: GradScaler, optimizer: OptimizerLike) -> tuple[Tensor, ...]:
     """What says, per device, whether the scaler saw a non-finite gradient; its own record, kept until update()."""
     return tuple(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
@@ -135,7 +143,7 @@ def _wrap_scalers() -> None:
                 watch.scaler_failed()
             raise
         for watch in watches:
-            watch.scaler_ends(inner, _found_inf(self, optimizer))
+            watch.scaler_ends(self, optimizer)
         return result
 
     step._pyscan = True  # type: ignore[attr-defined]
