@@ -190,4 +190,7 @@ class Reducer:
 
 
 def _upload(table: NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(table).to(device)
+    """A table on the device, in the order of the current stream. A copy from memory that is not pinned would wait for
+    the device; torch keeps pinned memory until its copy is done."""
+    source = torch.from_numpy(table)
+    return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source

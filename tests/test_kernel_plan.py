@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from pyscan.kernels.cut import cut
 from pyscan.kernels.layout import BFLOAT16, FLOAT32, FLOAT64
-from pyscan.kernels.plan import GENERAL, Slots, SlotTuple, View, cut, make_tables
+from pyscan.kernels.plan import GENERAL, Slots, SlotTuple, View, make_tables
 
 BLOCKS_64: SlotTuple = (64, 0, False, 8, 0, -1, -1, False)
 WIDE = View(0, BFLOAT16, 100, 512, 512, 1, True)
