@@ -31,6 +31,7 @@ from pyscan.kernels.slots import Slots, SlotTuple
 __all__ = ["GENERAL", "SlotTuple", "Slots", "Tables", "TileLaunch", "View", "make_tables"]
 
 GENERAL = -1  # in the place of a dtype: the kernel that reads any
+MIN_RANGES = 16  # kernels are compiled for a power of two of ranges: not for every small one
 
 
 class TileLaunch(NamedTuple):
@@ -82,7 +83,7 @@ def make_tables(views: Sequence[View], slots: Slots, *, replace: bool) -> Tables
         num_partials=sum(triples),
         num_row_partials=sum(row_sums),
         num_addresses=sum(view.num_addresses for view in views),
-        max_ranges=1 << (max_ranges - 1).bit_length() if max_ranges else 0,
+        max_ranges=max(1 << (max_ranges - 1).bit_length(), MIN_RANGES) if max_ranges else 0,
     )  # fmt: skip
 
 
