@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -90,7 +91,9 @@ def _runner(kernel: Any, constants: dict[str, Any], arguments: Sequence[Any]) ->
 def _direct(kernel: Any, compiled: Any, device: int, constants: dict[str, Any]) -> Callable[[int, list[Any]], None]:
     """Launches without the JIT's way through binding and cache look-up: 20 us become 1."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    tail = [constants[name] for name in kernel.arg_names if name in constants]
+    # Until 3.3 a launcher took only what is not known at compile time.
+    takes_constants = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+    tail = [constants[name] for name in kernel.arg_names if name in constants and takes_constants]
     stream_of = driver.active.get_current_stream
 
     def launch(num_programs: int, arguments: list[Any]) -> None:
@@ -190,4 +193,7 @@ class Reducer:
 
 
 def _upload(table: NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(table).to(device)
+    """A table on the device, in the order of the current stream. A copy from memory that is not pinned would wait for
+    the device; torch keeps pinned memory until its copy is done."""
+    source = torch.from_numpy(table)
+    return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from pyscan.kernels.cut import cut
 from pyscan.kernels.layout import BFLOAT16, FLOAT32, FLOAT64
-from pyscan.kernels.plan import GENERAL, Slots, SlotTuple, View, cut, make_tables
+from pyscan.kernels.plan import GENERAL, Slots, SlotTuple, View, make_tables
 
 BLOCKS_64: SlotTuple = (64, 0, False, 8, 0, -1, -1, False)
 WIDE = View(0, BFLOAT16, 100, 512, 512, 1, True)
@@ -65,7 +66,9 @@ def test_the_address_table_has_what_each_view_needs() -> None:
     assert tables.num_addresses == 8
     assert tables.records[:, 0].tolist() == [0, 1, 3, 6]
     assert tables.row_jobs[:, 0].tolist() == [5, 7]
-    assert tables.max_ranges == 2
+    assert tables.max_ranges == 16
+    many = make_tables([WIDE._replace(num_ranges=17)], slots(*[(64, 0, False, 8)] * 17), replace=False)
+    assert many.max_ranges == 32
 
 
 def test_launches_are_one_per_dtype_and_path() -> None:

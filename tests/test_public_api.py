@@ -95,7 +95,8 @@ def test_each_stage_knows_only_what_is_below_it() -> None:
 KERNELS = {
     "layout": set(),
     "slots": {"numpy"},
-    "plan": {"numpy", "pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "cut": {"pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "plan": {"numpy", "pyscan.kernels.cut", "pyscan.kernels.layout", "pyscan.kernels.slots"},
     "tiles": {"triton", "pyscan.kernels.layout"},
     "merge": {"triton", "pyscan.kernels.layout", "pyscan.kernels.slots", "pyscan.kernels.tiles"},
     "launch": {"numpy", "torch", "triton", "pyscan.kernels", "pyscan.kernels.layout", "pyscan.kernels.plan"},
