@@ -189,7 +189,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("group_bytes", [1 << 30, 20000], ids=["one group", "many groups"])
+@pytest.mark.parametrize("group_bytes", [1 << 30, 20000], ids=["one", "many"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_site_has_the_values_of_the_cpu_engine(
     monkeypatch: pytest.MonkeyPatch, case: str, group_bytes: int
