@@ -69,7 +69,10 @@ class StepWatch:
 
     def scaler_begins(self, scaler: GradScaler) -> None:
         self._in_scaler = True
-        self._scale = scaler._scale
+        try:
+            self._scale = scaler._scale
+        except Exception as error:
+            self._on_error(error)
 
     def scaler_ends(self, scaler: GradScaler, optimizer: OptimizerLike) -> None:
         self._in_scaler = False
