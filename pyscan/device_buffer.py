@@ -82,7 +82,10 @@ class DeviceBuffer(RowCells):
         """What notes plain inputs of a site by itself and gives every other to `careful`."""
 
         def see(x: Any) -> None:
-            if not state.active or not _is_grad_enabled():
+            if not state.active:
+                return
+            state.meet(site, 1)
+            if not _is_grad_enabled():
                 return
             start = _clock()
             if not (self._is_plain(state, x) and self._noted(site, x)):

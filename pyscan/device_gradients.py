@@ -85,6 +85,7 @@ class DeviceGradientWatch:
         self.active = True
         self.num_threads = 0  # the CPU engine's
         self.seconds = 0.0  # spent since somebody set it to zero
+        self.order: list[int] = []  # of weights, as their gradients first came in this step
         self._buffer = buffer
         self._weights = [_Weight(Described(*weight)) for weight in weights]
         self._begins, self._careful, self._gone, self._failed = begins, careful, gone, failed
@@ -125,6 +126,7 @@ class DeviceGradientWatch:
 
     def next_step(self) -> None:
         """The row is closed: what was counted is what to expect."""
+        self.order = []
         self._dirty.clear()
         self._waiting.clear()
         if self._num_ends:
@@ -145,6 +147,8 @@ class DeviceGradientWatch:
     def _accumulated(self, index: int) -> None:
         weight = self._weights[index]
         weight.num_backwards += 1
+        if weight.num_backwards == 1:
+            self.order.append(index)
         weight.read = UNREAD  # also if the new gradient has the address and the version of an old one
         task = _graph_task()
         if task not in self._dirty:

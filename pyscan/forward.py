@@ -6,6 +6,7 @@ grad-enabled forwards; during a forward, the mask named by the user. Nothing her
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from pyscan.closing import Seen
 from pyscan.gradients import make_nothing, nothing
+from pyscan.graph import Graph, Target
 
 
 class ForwardWatch:
@@ -28,12 +30,14 @@ class ForwardWatch:
         on_end: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
+        self.active = True  # losses and tokens count
         self._mask = mask
         self._on_begin = on_begin
         self._on_end = on_end
         self._losses: list[Tensor] = []
         self._num_tokens: int | None = None
         self._masked_counts: list[Tensor] = []
+        self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after, on_error)),
@@ -50,7 +54,7 @@ class ForwardWatch:
         return seen
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
             return
         mask = kwargs.get(self._mask) if self._mask else None
         mask = mask.bool() if isinstance(mask, Tensor) else None
@@ -63,11 +67,15 @@ class ForwardWatch:
         self._on_begin(mask)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss):
             self._losses.append(loss.detach())
+            if self.targets is None:
+                self.targets = []
+                with contextlib.suppress(RuntimeError):  # what is saved may be offloaded, or not be kept at all
+                    self.targets = Graph(loss).targets
         self._on_end()
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import hooks, threads
+from pyscan import attached, hooks, threads
 from pyscan.accumulate import channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
@@ -32,14 +32,18 @@ from pyscan.config import Event, ScanConfig
 from pyscan.engines import Buffer, device_of, make_buffer
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
+from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
+from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import Row, param_stats
+from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
 from pyscan.silence import Silence
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
+from pyscan.watch import Watch
 from pyscan.writer import Writer
 
 _clock = time.perf_counter
@@ -60,6 +64,7 @@ def attach(
     resume: bool = False,
     metadata: Mapping[str, Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    watch: Watch | bool = True,
 ) -> Scanner:
     """Scan every weight of `model` at every step, into the file `path` (None: into memory, as `scan.rows`).
 
@@ -72,8 +77,9 @@ def attach(
     budget      share of the step time the scanner may take, for instance 0.01; raises `every` until it holds
     resume      continue an existing file
     on_event    called with each event (a dict) as it happens
+    watch       alarms about finished rows, as events; False: none, or a `pyscan.Watch` with other limits
     """
-    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
+    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     threads.borrow()
@@ -97,6 +103,7 @@ class Scanner:
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
+        self._judged = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -107,6 +114,7 @@ class Scanner:
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
+        attached.add(self)
         self._announce()
 
     # What users call
@@ -131,9 +139,24 @@ class Scanner:
         stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
 
+    def grad_check(self) -> dict[str, int]:
+        """How many weights of the newest row have a gradient, one of 0, none, or one that is not finite.
+
+        Made for dashboards: `wandb.log(scan.grad_check())` logs `grad_check/ok_params` and its three companions.
+        """
+        if self._latest is None:
+            return {}
+        row, buffer = self._latest
+        return row_counts(buffer.layout.schema.sites, row.cells)
+
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
         return dict(self._inventory.coverage)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is scanned."""
+        return self._model
 
     @property
     def overhead(self) -> float:
@@ -169,7 +192,13 @@ class Scanner:
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
         self._wait_rows()
+        if not self._off:
+            try:
+                self._lookout.finish()
+            except Exception as error:
+                self._fail(error)
         self._off = True
+        attached.discard(self)
         self._steps.remove()
         self._unwatch_sites()
         if self._writer is not None:
@@ -226,6 +255,13 @@ class Scanner:
             sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
+        self._lookout = Lookout(
+            self.schema.sites,
+            self.config.watch,
+            meetings=self._capture.state,
+            arrivals=self._gradients.order,
+            announce=lambda event: self._event(**event),
+        )
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
@@ -254,6 +290,7 @@ class Scanner:
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         self._capture.set_mask(mask)
+        self._lookout.forward_begins()
 
     def _forward_ends(self) -> None:
         self._capture.forget()
@@ -290,6 +327,7 @@ class Scanner:
                 self._finish_row(finished)
             for kind, site, text in self.buffer.complaints():
                 self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
+        self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -314,8 +352,11 @@ class Scanner:
         if row.grad_scale is not None and closing.late_unscaled:
             self._undo_scale(cells, closing.late, row.grad_scale)
         self._keep(row)
+        self._lookout.row(row)
         if not self._silence.done:
             self._silence.explain(cells)
+        if not self._judged:
+            self._judge_start(cells)
 
     def _wait_rows(self) -> None:
         """Finish the rows that are still to come."""
@@ -324,6 +365,14 @@ class Scanner:
                 self._finish_row(finished)
         except Exception as error:
             self._fail(error)
+
+    def _judge_start(self, cells: NDArray[np.float64]) -> None:
+        """Say once, at the first row that has gradients, what is wrong with the weights the run started with."""
+        if not self.buffer.has_grads(cells):
+            return
+        self._judged = True
+        for finding in judge_init(weight_gains(self._inventory.sites), self._forward.targets or []).findings:
+            self._event("init", site=finding.site, text=finding.text, value=finding.value, limit=finding.limit)
 
     def _undo_scale(self, cells: NDArray[np.float64], late: frozenset[int], scale: float) -> None:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
@@ -360,14 +409,17 @@ class Scanner:
         self._capture.state.seconds = self._gradients.state.seconds = 0.0
         self._row_start = now
         if change is not None:
-            self._event("every", site=None, **change)
+            self._event("every", **dict[str, Any](change))
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
-        return not self._off and not self._paused and self._step % self._budget.every == 0
+        if self._off or self._paused:
+            return False
+        return self._step % self._budget.every == 0 or self._lookout.wants(self._step)
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()
+        self._forward.active = not self._paused
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
@@ -385,11 +437,11 @@ class Scanner:
 
     # Events and errors
 
-    def _event(self, kind: str, *, site: str | None = None, **fields: Any) -> None:
-        event = {"kind": kind, "step": self._step, "site": site, **fields}
+    def _event(self, kind: str, *, site: str | None = None, step: int | None = None, **fields: Any) -> None:
+        event = {"kind": kind, "step": self._step if step is None else step, "site": site, **fields}
         self.events.append(event)
         if self._writer is not None:
-            self._writer.event(kind, self._step, site=site, **fields)
+            self._writer.event(**event)
         if self.config.on_event is not None:
             try:
                 self.config.on_event(event)

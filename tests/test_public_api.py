@@ -20,11 +20,15 @@ def test_the_public_names_are_these() -> None:
         "ScanError",
         "ScanFormatError",
         "Scanner",
+        "Watch",
         "__version__",
         "attach",
+        "check_grad_flow",
+        "check_init",
         "is_absent",
         "open",
         "reduce",
+        "trace_nonfinite",
     ]
     for name in pyscan.__all__:
         assert getattr(pyscan, name) is not None
@@ -66,8 +70,11 @@ def imports_of(path: Path) -> set[str]:
 # The writing side knows torch; the reading side does not, nor the other way round: they meet in schema and codecs.
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
+READING += ["watch", "alarms", "levels", "first_bad", "health", "grad_check"]
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
 WRITING += ["closing", "engines", "device", "device_buffer", "device_gradients", "flush", "groups", "results"]
+WRITING += ["lookout", "attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel"]
+WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table"]
 
 
 @pytest.mark.parametrize("module", READING)
