@@ -8,5 +8,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = "C++ compiler " __VERSION__;
   pyscan::BindReduce(m);
   pyscan::BindObserve(m);
+  pyscan::BindGradients(m);
   pyscan::BindWriter(m);
 }

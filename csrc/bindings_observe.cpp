@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "bindings.h"
+#include "bindings_tensor.h"
 #include "reduce.h"
 #include "step_buffer.h"
 
@@ -22,20 +23,6 @@ namespace {
 // Below this a tensor is read faster than another thread could take the GIL.
 constexpr int64_t kReleaseBytes = int64_t{1} << 16;
 
-// What is asked of torch, looked up once. Never freed: a hook may run until the process ends.
-struct Torch {
-  PyObject* tensor_type;
-  PyObject* is_grad_enabled;
-  PyObject* graph_task_id;
-  PyObject* tracing_state;
-  PyObject* dtypes[4];  // in the order of DType
-  PyObject* name_dtype = PyUnicode_InternFromString("dtype");
-  PyObject* name_version = PyUnicode_InternFromString("_version");
-  PyObject* name_data_ptr = PyUnicode_InternFromString("data_ptr");
-  PyObject* name_numel = PyUnicode_InternFromString("numel");
-  PyObject* name_is_contiguous = PyUnicode_InternFromString("is_contiguous");
-};
-
 }  // namespace
 
 // Shared by the observers of one scanner.
@@ -45,7 +32,7 @@ struct CaptureState {
   int num_threads = 1;
   double seconds = 0;
   // The last input, kept alive so that its address is not given to another tensor.
-  py::object last;
+  py::object last = py::none();
   long last_version = 0;
   std::thread::id last_thread;
   py::bytearray direct;  // sites ever recorded outside a backward
@@ -61,49 +48,24 @@ struct Observer {
   py::object owners[3];  // of buffer and state; and `careful`, the way for everything that is not plain
 };
 
-const Torch* torch = nullptr;
-
-// An int from a call or attribute; -1 with an error set if there is none.
-long long Number(PyObject* value) {
-  if (value == nullptr) return -1;
-  const long long number = PyLong_AsLongLong(value);
-  Py_DECREF(value);
-  return number;
-}
-
-bool Is(PyObject* value, PyObject* wanted) {
-  Py_XDECREF(value);
-  return value == wanted;
-}
-
-int DTypeOf(PyObject* x) {
-  PyObject* dtype = PyObject_GetAttr(x, torch->name_dtype);
-  Py_XDECREF(dtype);  // the four are immortal
-  for (int code = 0; code < 4; ++code)
-    if (dtype == torch->dtypes[code]) return code;
-  return -1;
-}
-
 // True if the input was recorded; false, perhaps with an error set, if it needs care.
 bool Record(const Observer& observer, PyObject* x) {
   CaptureState& state = *observer.state;
-  if (Py_TYPE(x) != reinterpret_cast<PyTypeObject*>(torch->tensor_type) || state.has_mask) return false;
-  if (Number(PyObject_CallNoArgs(torch->graph_task_id)) != -1) return false;
-  if (!Is(PyObject_CallNoArgs(torch->tracing_state), Py_None)) return false;
-  const long version = long(Number(PyObject_GetAttr(x, torch->name_version)));
+  if (state.has_mask || GraphTask() != -1) return false;
+  // A trace begins with no input before it, and what is not recorded never becomes the last one.
+  if (state.last.is_none() && IsTracing()) return false;
+  const long version = VersionOf(x);
   const bool same =
       state.last.ptr() == x && state.last_version == version && state.last_thread == std::this_thread::get_id();
   if (same) {
     observer.buffer->Repeat(observer.site);
   } else {
-    const int dtype = DTypeOf(x);
-    if (dtype < 0 || !Is(PyObject_CallMethodNoArgs(x, torch->name_is_contiguous), Py_True)) return false;
-    const long long address = Number(PyObject_CallMethodNoArgs(x, torch->name_data_ptr));
-    const long long numel = Number(PyObject_CallMethodNoArgs(x, torch->name_numel));
-    if (address == 0 || address == -1 || numel <= 0) return false;
+    TensorView view;
+    if (!ViewOf(x, &view) || !view.is_contiguous || view.data == nullptr || view.numel <= 0 || version < 0)
+      return false;
     const int64_t cols = observer.num_features;
-    const Matrix matrix{reinterpret_cast<const void*>(address), DType(dtype), numel / cols, cols, cols, 1};
-    if (numel * ElementBytes(DType(dtype)) >= kReleaseBytes) {
+    const Matrix matrix{view.data, view.dtype, view.numel / cols, cols, cols, 1};
+    if (view.numel * ElementBytes(view.dtype) >= kReleaseBytes) {
       const py::gil_scoped_release release;
       observer.buffer->Add(observer.site, matrix, state.num_threads);
     } else {
@@ -119,7 +81,7 @@ bool Record(const Observer& observer, PyObject* x) {
 
 PyObject* See(PyObject* self, PyObject* x) {
   const auto& observer = *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr));
-  if (!observer.state->active || !Is(PyObject_CallNoArgs(torch->is_grad_enabled), Py_True)) Py_RETURN_NONE;
+  if (!observer.state->active || !IsGradEnabled()) Py_RETURN_NONE;
   const auto start = std::chrono::steady_clock::now();
   bool recorded = false;
   try {
@@ -136,7 +98,7 @@ PyObject* See(PyObject* self, PyObject* x) {
 PyMethodDef see_definition = {"see", See, METH_O, "Called with every tensor that is about to meet the weight."};
 
 py::object MakeObserver(py::object buffer, py::object state, int64_t site, int64_t num_features, py::object careful) {
-  if (torch == nullptr) throw std::runtime_error("use_torch must be called first");
+  if (!HasTorch()) throw std::runtime_error("use_torch must be called first");
   if (num_features < 1) throw py::value_error("num_features must be >= 1");
   auto& shared = state.cast<CaptureState&>();
   if (site < 0 || site >= PyByteArray_GET_SIZE(shared.direct.ptr())) throw py::value_error("there is no such site");
@@ -145,17 +107,17 @@ py::object MakeObserver(py::object buffer, py::object state, int64_t site, int64
   return py::reinterpret_steal<py::object>(PyCFunction_New(&see_definition, self.ptr()));
 }
 
-void UseTorch(py::object tensor_type, py::object is_grad_enabled, py::object graph_task_id, py::object tracing_state,
-              const py::tuple& dtypes) {
-  if (torch != nullptr) return;
-  if (dtypes.size() != 4) throw py::value_error("dtypes must be 4, in the order of their codes");
-  auto* found = new Torch{tensor_type.release().ptr(),
-                          is_grad_enabled.release().ptr(),
-                          graph_task_id.release().ptr(),
-                          tracing_state.release().ptr(),
-                          {}};
-  for (int code = 0; code < 4; ++code) found->dtypes[code] = py::object(dtypes[code]).release().ptr();
-  torch = found;
+// Whether homes[i][keys[i]] is found[i], for every i.
+bool AllInPlace(const py::list& homes, const py::list& keys, const py::list& found) {
+  const Py_ssize_t count = PyList_GET_SIZE(homes.ptr());
+  if (PyList_GET_SIZE(keys.ptr()) != count || PyList_GET_SIZE(found.ptr()) != count)
+    throw py::value_error("homes, keys and found must be of one length");
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* now = PyDict_GetItemWithError(PyList_GET_ITEM(homes.ptr(), i), PyList_GET_ITEM(keys.ptr(), i));
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if (now != PyList_GET_ITEM(found.ptr(), i)) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -175,6 +137,7 @@ void BindObserve(py::module_& m) {
       .def_readonly("direct", &CaptureState::direct)
       .def("forget", [](CaptureState& state) { state.last = py::none(); });
   m.def("make_observer", &MakeObserver);
+  m.def("all_in_place", &AllInPlace);
   m.def("use_torch", &UseTorch);
 }
 

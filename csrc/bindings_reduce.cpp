@@ -12,6 +12,7 @@
 #include "bindings.h"
 #include "reduce.h"
 #include "step_buffer.h"
+#include "thread_pool.h"
 
 namespace py = pybind11;
 
@@ -106,9 +107,6 @@ void BindStepBuffer(py::module_& m) {
              const py::gil_scoped_release free;
              self.AddRanges(first_slot, x, data, count, num_threads);
            })
-      .def("expect", [](StepBuffer& self, int64_t slot, int dtype, int64_t rows,
-                        int64_t cols) { self.Expect(slot, static_cast<DType>(dtype), rows, cols); })
-      .def("set_many", &StepBuffer::SetMany, release)
       .def(
           "take",
           [](StepBuffer& self, double grad_scale, Doubles row) {
@@ -124,6 +122,10 @@ void BindReduce(py::module_& m) {
   BindStepBuffer(m);
   m.attr("isa") = IsaName(ActiveIsa());
   m.attr("best_isa") = IsaName(BestIsa());
+  m.def("borrow_threads", [](uintptr_t gomp_parallel) {
+    ThreadPool::Instance();  // registers what a fork needs
+    ThreadPool::Borrow(reinterpret_cast<ThreadPool::ParallelFn>(gomp_parallel));
+  });
   m.def("reduce_into", &ReduceInto, py::arg("address"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
         py::arg("row_stride"), py::arg("col_stride"), py::arg("sumsq").noconvert(), py::arg("absmax").noconvert(),
         py::arg("bad").noconvert(), py::kw_only(), py::arg("block"), py::arg("first") = 0, py::arg("by_rows") = false,

@@ -12,10 +12,8 @@
 namespace pyscan {
 namespace {
 
-// A chunk of half a megabyte takes tens of microseconds: long against waking a thread, short against its neighbours.
-constexpr int64_t kChunkBytes = int64_t{1} << 19;
-// Below this the caller alone is as fast.
-constexpr int64_t kParallelBytes = int64_t{1} << 20;
+// A chunk of a quarter of a megabyte takes ten to twenty microseconds: long against taking it, short against the whole.
+constexpr int64_t kChunkBytes = int64_t{1} << 18;
 
 ReduceChunkFn ChunkFn(Isa isa) {
 #if defined(__x86_64__)
@@ -127,9 +125,8 @@ void Reduce(const Matrix& x, const Blocks& blocks, const ReduceOutput& out, int 
   if (x.rows == 0 || x.cols == 0) return;
   thread_local std::vector<double> scratch;
   Job job(x, blocks, out, ChunkFn(isa), scratch);
-  const bool parallel = x.rows * x.cols * ElementBytes(x.dtype) >= kParallelBytes;
   const auto run = [](void* context, int64_t i) { static_cast<Job*>(context)->RunTask(i); };
-  ThreadPool::Instance().Run(job.NumTasks(), parallel ? num_threads : 1, run, &job);
+  ThreadPool::Instance().Run(job.NumTasks(), num_threads, run, &job);
   job.Merge();
 }
 

@@ -5,14 +5,15 @@
 #include <stdexcept>
 #include <string>
 
+#include "thread_pool.h"
+
 namespace pyscan {
 
 StepBuffer::StepBuffer(int64_t num_cells, std::vector<Slot> slots)
     : num_cells_(num_cells),
       slots_(std::move(slots)),
-      expected_(slots_.size()),
       row_(num_cells, 0.0),
-      bad_(num_cells, 0.0),
+      bad_(slots_.size(), 0.0),
       seen_(slots_.size(), 0) {
   for (const Slot& slot : slots_) {
     const bool inside = slot.sumsq_cell >= 0 && slot.num_blocks >= 0 &&
@@ -27,41 +28,52 @@ const Slot& StepBuffer::At(int64_t slot) const {
   return slots_[slot];
 }
 
-StepBuffer::Sums& StepBuffer::Last() {
+StepBuffer::Sums& StepBuffer::LastAdded() {
   thread_local Sums sums;
   return sums;
 }
 
-const StepBuffer::Sums& StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads) const {
+StepBuffer::Sums& StepBuffer::LastSet() {
+  thread_local Sums sums;
+  return sums;
+}
+
+void StepBuffer::CheckBlocks(const Slot& slot, const Matrix& x) const {
   if (x.data == nullptr && x.rows > 0 && x.cols > 0) throw std::invalid_argument("the matrix has no address");
   const int64_t num_blocks = NumBlocks(x, slot.blocks);
   if (num_blocks != slot.num_blocks)
     throw std::invalid_argument("a matrix of " + std::to_string(num_blocks) + " blocks came for a slot of " +
                                 std::to_string(slot.num_blocks));
-  Sums& sums = Last();
-  for (std::vector<double>* values : {&sums.sumsq, &sums.absmax, &sums.bad}) values->assign(num_blocks, 0.0);
-  const ReduceOutput out{sums.sumsq.data(), sums.absmax.data(), sums.bad.data(), false, nullptr, false};
+}
+
+void StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads, Sums* sums) const {
+  for (std::vector<double>* values : {&sums->sumsq, &sums->absmax, &sums->bad}) values->assign(slot.num_blocks, 0.0);
+  const ReduceOutput out{sums->sumsq.data(), sums->absmax.data(), sums->bad.data(), false, nullptr, false};
   Reduce(x, slot.blocks, out, num_threads, ActiveIsa());
-  return sums;
 }
 
 void StepBuffer::Merge(int64_t index, const Sums& sums) {
   const Slot& slot = slots_[index];
+  double* const row = row_.data() + slot.sumsq_cell;
   if (!seen_[index]) {
     seen_[index] = 1;
-    std::fill_n(row_.begin() + slot.sumsq_cell, slot.num_blocks, 0.0);
-    std::fill_n(bad_.begin() + slot.sumsq_cell, slot.num_blocks, 0.0);
+    bad_[index] = 0;
+    std::fill_n(row, slot.num_blocks, 0.0);
     if (slot.absmax_cell >= 0) row_[slot.absmax_cell] = 0;
   }
+  double absmax = 0;
   for (int64_t b = 0; b < slot.num_blocks; ++b) {
-    row_[slot.sumsq_cell + b] += sums.sumsq[b];
-    bad_[slot.sumsq_cell + b] += sums.bad[b];
-    if (slot.absmax_cell >= 0) row_[slot.absmax_cell] = std::max(row_[slot.absmax_cell], sums.absmax[b]);
+    row[b] += sums.bad[b] > 0 ? std::numeric_limits<double>::quiet_NaN() : sums.sumsq[b];
+    bad_[index] += sums.bad[b];
+    absmax = std::max(absmax, sums.absmax[b]);
   }
+  if (slot.absmax_cell >= 0) row_[slot.absmax_cell] = std::max(row_[slot.absmax_cell], absmax);
 }
 
 void StepBuffer::Add(int64_t slot, const Matrix& x, int num_threads) {
-  const Sums& sums = Read(At(slot), x, num_threads);
+  CheckBlocks(At(slot), x);
+  Sums& sums = LastAdded();
+  Read(slots_[slot], x, num_threads, &sums);
   const std::lock_guard<std::mutex> lock(mutex_);
   Merge(slot, sums);
 }
@@ -69,41 +81,39 @@ void StepBuffer::Add(int64_t slot, const Matrix& x, int num_threads) {
 void StepBuffer::Repeat(int64_t slot) {
   const Slot& wanted = At(slot);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Sums& last = Last();
+  const Sums& last = LastAdded();
   if (static_cast<int64_t>(last.sumsq.size()) != wanted.num_blocks)
     throw std::invalid_argument("the last input had another number of blocks than slot " + std::to_string(slot));
   Merge(slot, last);
 }
 
 void StepBuffer::Set(int64_t slot, const Matrix& x, int num_threads) {
-  const Sums& sums = Read(At(slot), x, num_threads);
+  CheckBlocks(At(slot), x);
+  Sums& sums = LastSet();
+  Read(slots_[slot], x, num_threads, &sums);
   const std::lock_guard<std::mutex> lock(mutex_);
   seen_[slot] = 0;
   Merge(slot, sums);
 }
 
-void StepBuffer::Expect(int64_t slot, DType dtype, int64_t rows, int64_t cols) {
-  const Slot& wanted = At(slot);
-  const Matrix x{nullptr, dtype, rows, cols, cols, 1};
-  if (NumBlocks(x, wanted.blocks) != wanted.num_blocks)
-    throw std::invalid_argument("slot " + std::to_string(slot) + " expects another number of blocks");
-  expected_[slot] = x;
-}
-
-void StepBuffer::SetMany(const std::vector<int64_t>& slots, const std::vector<uintptr_t>& addresses, int num_threads) {
-  if (slots.size() != addresses.size()) throw std::invalid_argument("every slot needs an address");
-  for (size_t i = 0; i < slots.size(); ++i) {
-    At(slots[i]);
-    Matrix x = expected_[slots[i]];
-    x.data = reinterpret_cast<const void*>(addresses[i]);
-    Set(slots[i], x, num_threads);
-  }
+void StepBuffer::SetMany(const std::vector<Item>& items, int num_threads) {
+  for (const Item& item : items) CheckBlocks(At(item.slot), item.x);
+  struct Job {
+    StepBuffer* buffer;
+    const Item* items;
+  } job{this, items.data()};
+  const auto set = [](void* context, int64_t i) {
+    const Job& job = *static_cast<Job*>(context);
+    job.buffer->Set(job.items[i].slot, job.items[i].x, 1);
+  };
+  ThreadPool::Instance().Run(static_cast<int64_t>(items.size()), num_threads, set, &job);
 }
 
 void StepBuffer::AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges,
                            int num_threads) {
   At(first_slot);
   if (num_ranges > 0) At(first_slot + num_ranges - 1);
+  Sums& sums = LastAdded();
   int64_t begin = 0;
   for (int64_t i = 0; i < num_ranges; ++i) {
     const int64_t end = ends[i];
@@ -113,7 +123,8 @@ void StepBuffer::AddRanges(int64_t first_slot, const Matrix& x, const int32_t* e
       Matrix range = x;
       range.data = static_cast<const char*>(x.data) + begin * x.row_stride * ElementBytes(x.dtype);
       range.rows = end - begin;
-      const Sums& sums = Read(slots_[first_slot + i], range, num_threads);
+      CheckBlocks(slots_[first_slot + i], range);
+      Read(slots_[first_slot + i], range, num_threads, &sums);
       const std::lock_guard<std::mutex> lock(mutex_);
       Merge(first_slot + i, sums);
     }
@@ -128,13 +139,9 @@ void StepBuffer::Take(double grad_scale, double* row) {
     const Slot& slot = slots_[i];
     if (!seen_[i]) continue;
     const double scale = slot.is_gradient ? grad_scale : 1.0;
-    double num_bad = 0;
-    for (int64_t c = slot.sumsq_cell; c < slot.sumsq_cell + slot.num_blocks; ++c) {
-      num_bad += bad_[c];
-      row[c] = bad_[c] > 0 ? std::numeric_limits<double>::quiet_NaN() : row_[c] / (scale * scale);
-    }
+    for (int64_t c = slot.sumsq_cell; c < slot.sumsq_cell + slot.num_blocks; ++c) row[c] = row_[c] / (scale * scale);
     if (slot.absmax_cell >= 0) row[slot.absmax_cell] = row_[slot.absmax_cell] / scale;
-    if (slot.bad_cell >= 0) row[slot.bad_cell] = num_bad;
+    if (slot.bad_cell >= 0) row[slot.bad_cell] = bad_[i];
   }
   std::fill(seen_.begin(), seen_.end(), 0);
 }

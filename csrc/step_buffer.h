@@ -37,15 +37,17 @@ class StepBuffer {
 
   // Adds a matrix to a slot.
   void Add(int64_t slot, const Matrix& x, int num_threads);
-  // Adds what the last read of this thread found, in whichever buffer, to a slot with the same blocks: the same input
+  // Adds what the last Add of this thread found, in whichever buffer, to a slot with the same blocks: the same input
   // met another weight.
   void Repeat(int64_t slot);
   // Puts a matrix in the place of what the slot holds: a gradient is read again when it has changed.
   void Set(int64_t slot, const Matrix& x, int num_threads);
-  // Says what contiguous matrix SetMany will find for a slot.
-  void Expect(int64_t slot, DType dtype, int64_t rows, int64_t cols);
-  // Set for many small matrices at once, each as it was announced with Expect.
-  void SetMany(const std::vector<int64_t>& slots, const std::vector<uintptr_t>& addresses, int num_threads);
+  // Set for many matrices, each on one thread.
+  struct Item {
+    int64_t slot;
+    Matrix x;
+  };
+  void SetMany(const std::vector<Item>& items, int num_threads);
   // Row ranges of one matrix, one per slot: range i ends before row ends[i] and begins where the one before it ended.
   // An empty range leaves its slot as it is.
   void AddRanges(int64_t first_slot, const Matrix& x, const int32_t* ends, int64_t num_ranges, int num_threads);
@@ -61,17 +63,18 @@ class StepBuffer {
   };
 
   const Slot& At(int64_t slot) const;
-  // The reduction of `x` as `slot` wants it, in memory of this thread that the next read uses again.
-  static Sums& Last();
-  const Sums& Read(const Slot& slot, const Matrix& x, int num_threads) const;
+  static Sums& LastAdded();  // memory of this thread
+  static Sums& LastSet();    // the same; a gradient does not disturb what Repeat remembers
+  // Reduces `x` as `slot` wants it.
+  void Read(const Slot& slot, const Matrix& x, int num_threads, Sums* sums) const;
+  void CheckBlocks(const Slot& slot, const Matrix& x) const;
   void Merge(int64_t slot, const Sums& sums);  // mutex_ held
 
   const int64_t num_cells_;
   const std::vector<Slot> slots_;
-  std::vector<Matrix> expected_;  // per slot, without an address; written before the first SetMany only
-  std::mutex mutex_;              // guards all below
-  std::vector<double> row_;
-  std::vector<double> bad_;  // non-finite values per block, where row_ has its sum of squares
+  std::mutex mutex_;         // guards all below
+  std::vector<double> row_;  // NaN where a block had a non-finite value
+  std::vector<double> bad_;  // non-finite values per slot
   std::vector<char> seen_;
 };
 

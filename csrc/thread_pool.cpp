@@ -8,11 +8,30 @@ namespace pyscan {
 namespace {
 
 std::atomic<ThreadPool*> instance{nullptr};
+std::atomic<ThreadPool::ParallelFn> borrowed{nullptr};
 
 // The threads of the parent do not exist in the child, and its locks may be held by them: leave that pool alone.
-void ForgetInChild() { instance.store(nullptr); }
+void ForgetInChild() {
+  instance.store(nullptr);
+  borrowed.store(nullptr);
+}
+
+// What the threads of one borrowed team share.
+struct Job {
+  ThreadPool::Task task;
+  void* context;
+  int64_t num_tasks;
+  std::atomic<int64_t> next{0};  // next task nobody has taken
+};
+
+void Work(void* data) {
+  Job& job = *static_cast<Job*>(data);
+  for (int64_t i; (i = job.next.fetch_add(1)) < job.num_tasks;) job.task(job.context, i);
+}
 
 }  // namespace
+
+void ThreadPool::Borrow(ParallelFn parallel) { borrowed.store(parallel); }
 
 ThreadPool& ThreadPool::Instance() {
   static const int registered = pthread_atfork(nullptr, nullptr, ForgetInChild);
@@ -56,8 +75,19 @@ void ThreadPool::Help() {
 
 void ThreadPool::Run(int64_t num_tasks, int num_threads, Task task, void* context) {
   const int num_helpers = int(num_tasks < num_threads ? num_tasks : num_threads) - 1;
+  if (num_helpers < 1) {
+    for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
+  } else if (const ParallelFn parallel = borrowed.load()) {
+    Job job{task, context, num_tasks};
+    parallel(Work, &job, unsigned(num_helpers) + 1, 0);
+  } else {
+    RunOwn(num_tasks, num_helpers, task, context);
+  }
+}
+
+void ThreadPool::RunOwn(int64_t num_tasks, int num_helpers, Task task, void* context) {
   std::unique_lock<std::mutex> busy(busy_, std::defer_lock);
-  if (num_helpers < 1 || !busy.try_lock()) {
+  if (!busy.try_lock()) {
     for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
     return;
   }

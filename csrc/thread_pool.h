@@ -1,4 +1,7 @@
-// A few persistent threads that sleep until there is work. The caller of Run always works too; the threads only help.
+// Threads to reduce with. The caller of Run always works too; the threads only help. They are those of the host's
+// OpenMP runtime where it has one: they spin for a while after every operator of the host, so that threads of our own
+// would have to wait for them, and theirs are there at once. Else a few persistent threads of our own sleep until there
+// is work.
 #pragma once
 
 #include <pthread.h>
@@ -22,7 +25,13 @@ class ThreadPool {
   // Tasks must not throw. While one caller uses the pool, others work alone.
   void Run(int64_t num_tasks, int num_threads, Task task, void* context);
 
+  // GOMP_parallel, which GNU's, Intel's and LLVM's runtimes all have: calls `work(data)` on num_threads threads.
+  using ParallelFn = void (*)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
+  // From now on use the threads of this OpenMP runtime; null: our own.
+  static void Borrow(ParallelFn parallel);
+
  private:
+  void RunOwn(int64_t num_tasks, int num_helpers, Task task, void* context);
   void Grow(int num_helpers);
   void Help();
 

@@ -108,29 +108,27 @@ class StepBuffer:
         x = _readable(x)
         self._native.add_ranges(site, *_matrix(x), ends.to(torch.int32).numpy(), self.num_threads)
 
-    def expect_grad(self, site: int, parameter: torch.Tensor) -> None:
-        """Let `set_grads` find the site's gradient as a contiguous matrix like its parameter."""
-        rows, cols = parameter.shape
-        for slot in self._grad_slots(site):
-            self._native.expect(slot, DTYPES[parameter.dtype], rows, cols)
+    def watch_gradients(
+        self,
+        weights: list[tuple[torch.nn.Parameter, list[int], int, int, bool]],
+        begins: Callable[[int], None],
+        careful: Callable[[int, torch.Tensor, int, int], tuple[int, int]],
+        gone: Callable[[int], None],
+        failed: Callable[[Exception], None],
+    ) -> _C.GradientWatch:
+        """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself."""
+        return _C.GradientWatch(self._native, weights, begins, careful, gone, failed)
 
-    def set_grads(self, sites: list[int], addresses: list[int]) -> None:
-        """Take many gradients at once, each as `expect_grad` announced it."""
-        slots = [self._num_sites + site for site in sites]
-        if self._has_rows:
-            slots += [self._num_sites + slot for slot in slots]
-            addresses = addresses * 2
-        self._native.set_many(slots, addresses, self.num_threads)
-
-    def _grad_slots(self, site: int) -> tuple[int, ...]:
+    def grad_slots(self, site: int) -> list[int]:
+        """The slots that a gradient of the site fills."""
         first = self._num_sites + site
-        return (first, first + self._num_sites) if self._has_rows else (first,)
+        return [first, first + self._num_sites] if self._has_rows else [first]
 
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""
         grad = _readable(grad)
         matrix = _matrix(grad)
-        for slot in self._grad_slots(site):
+        for slot in self.grad_slots(site):
             self._native.set(slot, *matrix, self.num_threads)
 
     def observed(self, row: NDArray[np.float64], channel: str, site: int) -> bool:

@@ -26,7 +26,14 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_tracing = torch._C._get_tracing_state
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-_C.use_torch(Tensor, _is_grad_enabled, _graph_task, _is_tracing, tuple(DTYPES))
+_C.use_torch(
+    Tensor,
+    _is_grad_enabled,
+    _graph_task,
+    _is_tracing,
+    tuple(DTYPES),
+    getattr(Tensor, "__dlpack_c_exchange_api__", None),
+)
 
 
 class Capture:

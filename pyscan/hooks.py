@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pyscan.gradients import nothing
 
 PROBE = "_pyscan_probe"
+_is_compiling = torch.compiler.is_compiling
 
 _probes: dict[int, Callable[[Tensor], None]] = {}  # value of a key -> what an observed tensor is given to
 _numbers = itertools.count(1)
@@ -83,7 +84,7 @@ def is_watched(module: nn.Module) -> bool:
 
 def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x = args[0] if args else next(iter(kwargs.values()), None)
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         if torch.is_grad_enabled() and isinstance(x, Tensor):
             torch.ops.pyscan.observe(x.detach(), module._pyscan_probe.key)  # type: ignore[union-attr]
         return
@@ -91,7 +92,7 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         if torch.is_grad_enabled() and isinstance(output, Tensor):
             torch.ops.pyscan.observe(output.detach(), module._pyscan_probe.key)  # type: ignore[union-attr]
         return

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +10,7 @@ from numpy.typing import NDArray
 from pyscan.accumulate import StepBuffer
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """One step: cells as the step buffer gives them (sums of squares; absent is negative) and what is known beside."""
 
     step: int

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import hooks
+from pyscan import hooks, threads
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
@@ -32,14 +32,15 @@ from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.gradients import GradientReader
 from pyscan.latest import Row, param_stats
+from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
+from pyscan.silence import Silence
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
-_UNSEEN = "its input was not seen; its module was not called, or ran inside a compiled region or a fused kernel"
 
 
 def attach(
@@ -74,6 +75,7 @@ def attach(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _refuse_other_devices(model)
+    threads.borrow()
     return Scanner(model, path, unwrap_all(optimizer), config)
 
 
@@ -97,11 +99,11 @@ class Scanner:
         self._inventory = self._find()
         self._refuse_second_scan()
         self.schema = self._schema()
-        self.path = None if path is None else rank_path(Path(path))
+        self.path = None if path is None else own_path(Path(path))
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
-        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
+        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
         self._announce()
 
@@ -111,11 +113,13 @@ class Scanner:
         """Close the row of this step; for loops that give `attach` no optimizer, or number their steps themselves."""
         if step is not None and step < 0:
             raise ValueError(f"step must be >= 0, got {step}")
-        with self._safely():
+        try:
             if step is not None:
                 self._step = step
             self._late += self._gradients.read_rest()
             self._close_row(None, False, loss=loss, tokens=tokens)
+        except Exception as error:
+            self._fail(error)
 
     def latest(self) -> dict[str, Any]:
         """The newest finished row: step, token_count and, per site, activation and gradient norm and their blocks."""
@@ -190,7 +194,7 @@ class Scanner:
 
     def _schema(self) -> Schema:
         name = getattr(getattr(self._model, "config", None), "_name_or_path", None)
-        rank, world = _rank_and_world()
+        rank, world = rank_and_world()
         return Schema(
             model=name or type(_bare(self._model)).__name__,
             channels=channels(self.config.rows),
@@ -214,9 +218,9 @@ class Scanner:
                 self._endings.append(watch(site.module, see, see_compiled))
         self._functional = FunctionalCapture(sites, self._capture.rows, on_error=self._fail)
         self._endings.append(self._functional.remove)
-        self._explained = False
+        self._silence = Silence(self._inventory, self.buffer, self._functional.problems, self._event)
         self._gradients = GradientReader(
-            sites, self.buffer, early=not _is_distributed(), on_read=self._capture.forget, on_error=self._fail
+            sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
         self._forward = ForwardWatch(
@@ -228,6 +232,7 @@ class Scanner:
         )
         self._endings.append(self._forward.remove)
         self._state = ModelState(self._model, sites)
+        self._use_threads()
         self._set_active()
         _forget_compiled_code()
 
@@ -248,14 +253,18 @@ class Scanner:
         self._capture.set_mask(mask)
 
     def _step_begins(self, unscaled: bool) -> None:
-        with self._safely():
+        try:
             if self._capture.state.active and (late := self._gradients.read_rest()):
                 self._late += late
                 self._late_unscaled = unscaled
+        except Exception as error:
+            self._fail(error)
 
     def _step_ends(self, scale: float | None, skipped: bool) -> None:
-        with self._safely():
+        try:
             self._close_row(scale, skipped)
+        except Exception as error:
+            self._fail(error)
 
     # The row
 
@@ -281,40 +290,22 @@ class Scanner:
                     flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
                 )
                 self._keep(row)
-                self._explain_silence(cells)
+                if not self._silence.done:
+                    self._silence.explain(cells)
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
         if self._state.changed():
             self._follow_model()
-        self.buffer.num_threads = self._capture.state.num_threads = torch.get_num_threads()
+        self._use_threads()
         self._step += 1
         self._measure(start)
         self._set_active()
 
-    def _explain_silence(self, cells: NDArray[np.float64]) -> None:
-        """Say once which inputs never came, after the first row that has gradients; or that nothing came at all."""
-        if self._explained:
-            return
-        if (cells < 0).all():
-            self._event_once(
-                "nothing_recorded",
-                text="nothing was recorded in this step: no forward of this model ran with gradients enabled. "
-                "generate() and no_grad() record nothing: run a forward on the generated tokens and call backward()",
-            )
-            return
-        if not self.buffer.has_grads(cells):
-            return
-        self._explained = True
-        silent = []
-        for index, site in enumerate(self._inventory.sites):
-            due = site.observe != "none" and site.expert is None and site.tied_to is None
-            if due and self.buffer.observed(cells, "grad", index) and not self.buffer.observed(cells, "act", index):
-                self._inventory.coverage[site.name] = f"gradient only: {self._functional.problems.get(index, _UNSEEN)}"
-                silent.append(site.name)
-        if silent:
-            reason = self._inventory.coverage[silent[0]]
-            self._event("input_not_seen", site=silent[0], sites=silent, text=f"{len(silent)} sites, {reason}")
+    def _use_threads(self) -> None:
+        """As many as torch has; a loop may change that."""
+        num_threads = torch.get_num_threads()
+        self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
 
     def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
@@ -346,11 +337,11 @@ class Scanner:
     def _measure(self, start: float) -> None:
         now = _clock()
         change = self._budget.step(
-            self._capture.state.seconds + self._gradients.seconds + now - start,
+            self._capture.state.seconds + self._gradients.state.seconds + now - start,
             now - self._row_start,
             self._capture.state.active,
         )
-        self._capture.state.seconds = self._gradients.seconds = 0.0
+        self._capture.state.seconds = self._gradients.state.seconds = 0.0
         self._row_start = now
         if change is not None:
             self._event("every", site=None, **change)
@@ -360,7 +351,7 @@ class Scanner:
         return not self._off and not self._paused and self._step % self._budget.every == 0
 
     def _set_active(self) -> None:
-        self._capture.state.active = self._gradients.active = self._is_due()
+        self._capture.state.active = self._gradients.state.active = self._is_due()
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
@@ -382,19 +373,10 @@ class Scanner:
         if self._writer is not None:
             self._writer.event(kind, self._step, site=site, **fields)
         if self.config.on_event is not None:
-            with self._safely():
+            try:
                 self.config.on_event(event)
-
-    def _event_once(self, kind: str, **fields: Any) -> None:
-        if all(event["kind"] != kind for event in self.events):
-            self._event(kind, **fields)
-
-    @contextlib.contextmanager
-    def _safely(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
+            except Exception as error:
+                self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Turn off and say so, once. Hooks are taken away later: this may run inside one."""
@@ -419,24 +401,6 @@ def _refuse_other_devices(model: nn.Module) -> None:
                 f"{name!r} is on device {parameter.device.type!r}, for which there is no engine yet: "
                 "pyscan scans models on the CPU"
             )
-
-
-def rank_path(path: Path) -> Path:
-    """Where this process writes: beside `path`, with its rank in the name, when there are several."""
-    rank, world = _rank_and_world()
-    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
-
-
-def _is_distributed() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
-
-
-def _rank_and_world() -> tuple[int, int]:
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _is_distributed() else (0, 1)
 
 
 def _bare(model: nn.Module) -> nn.Module:

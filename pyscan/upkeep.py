@@ -6,12 +6,12 @@ exchanged, frozen or unfrozen: resize_token_embeddings, adapters added later, lo
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from pyscan import _C
 from pyscan.sites import Site
 
 
@@ -43,6 +43,6 @@ class ModelState:
     def changed(self) -> bool:
         if sum(map(len, self._families)) != self._num_children:
             return True
-        if not all(map(operator.is_, map(dict.get, self._homes, self._keys), self._found)):
+        if not _C.all_in_place(self._homes, self._keys, self._found):
             return True
         return [parameter.requires_grad for parameter in self._parameters] != self._trainable

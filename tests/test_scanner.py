@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import pyscan
-from pyscan.accumulate import StepBuffer
 from pyscan.latest import Row
+from pyscan.writer import SKIPPED
 from tests import families, link
 
 BLOCK = 16
@@ -162,26 +162,17 @@ def test_gradients_are_accumulated_and_read_before_clipping(reentrant: bool | No
         assert [row.flags for row in scan.rows] == [0, 0, 0]
 
 
-def test_only_the_last_backward_of_a_step_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_backward_of_a_step_is_read() -> None:
     model = llama().model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    reads: list[int] = []
-    for name, sites_of in (("set_grad", lambda site: [site]), ("set_grads", lambda sites: sites)):
-        original = getattr(StepBuffer, name)
-
-        def counted(self: StepBuffer, sites: Any, *rest: Any, call: Any = original, of: Any = sites_of) -> None:
-            reads.extend(of(sites))
-            call(self, sites, *rest)
-
-        monkeypatch.setattr(StepBuffer, name, counted)
     with pyscan.attach(model, optimizer=optimizer) as scan:
         for expected in (3, 1):  # in the first step the number of backwards is not known yet
-            reads.clear()
+            before = scan._gradients.state.num_reads
             for seed in (1, 2, 3):
                 model(**batch(seed)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert sorted(reads) == sorted(expected * list(range(len(scan.schema.sites))))
+            assert scan._gradients.state.num_reads - before == expected * len(scan.schema.sites)
 
 
 def test_a_shorter_step_is_read_late_and_says_so() -> None:
@@ -704,3 +695,33 @@ def test_paused_steps_have_no_rows() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert [row.step for row in scan.rows] == [1, 3, 4]
+
+
+def test_a_step_that_one_of_two_optimizers_skips_is_marked_skipped() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (first, second)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pyscan.attach(nn.Sequential(first, second), optimizer=optimizers) as scan:
+        for overflow in (False, True, False):
+            for module in (first, second):
+                loss = module(torch.ones(2, 4)).sum()
+                scaler.scale(loss * torch.inf if overflow and module is first else loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        assert [row.flags & SKIPPED for row in scan.rows] == [0, SKIPPED, 0]
+
+
+def test_a_scaler_that_keeps_no_record_of_its_steps_turns_the_scanner_off_and_nothing_else() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pyscan.attach(model, optimizer=optimizer) as scan:
+        scaler.get_scale = None  # type: ignore[method-assign]
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        before = model.weight.detach().clone()
+        with pytest.warns(RuntimeWarning, match="turned itself off"):
+            scaler.step(optimizer)
+    assert not torch.equal(model.weight, before)
+    assert scan.events[-1]["kind"] == "off"

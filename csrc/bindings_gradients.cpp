@@ -1,0 +1,276 @@
+// Which gradients are due, and the quick way of a plain one to its slot. pyscan/gradients.py says when a gradient
+// counts; this is that decision without a Python frame per weight: a hook that autograd calls when it has added to a
+// gradient, and the end of a backward. A gradient that is not plain goes back to gradients.py. All of it runs under the
+// GIL, which guards the state.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <exception>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "bindings_tensor.h"
+#include "step_buffer.h"
+
+namespace py = pybind11;
+
+namespace pyscan {
+namespace {
+
+// Gradients of less than this together are read before other threads could help.
+constexpr int64_t kParallelBytes = int64_t{1} << 18;
+
+struct Weight {
+  py::object parameter;
+  std::vector<int64_t> slots;  // empty: its gradient is never plain
+  int64_t rows, cols;
+  bool read_at_once;          // large, and nothing changes it after autograd has added to it
+  int64_t num_backwards = 0;  // so far in this step
+  int64_t expected = 0;       // in the step before; 0: not known
+  bool is_waiting = false;    // had a backward in this step and is to have another
+  // Of the gradient in the buffer; version -1: not read in this step.
+  uintptr_t address = 0;
+  long version = -1;
+};
+
+class GradientWatch {
+ public:
+  // (parameter, slots, rows, cols, read_at_once)
+  using WeightTuple = std::tuple<py::object, std::vector<int64_t>, int64_t, int64_t, bool>;
+
+  // `begins(task)` is called at the first gradient of a backward; `careful(weight, gradient, address, version)` reads
+  // one that is not plain unless it has this address and version, and returns those it has; `gone(weight)` is told that
+  // there was no gradient left at the end of a backward; `failed(error)` what went wrong.
+  GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, py::object begins, py::object careful,
+                py::object gone, py::object failed)
+      : buffer_owner_(buffer),
+        buffer_(buffer.cast<StepBuffer*>()),
+        begins_(std::move(begins)),
+        careful_(std::move(careful)),
+        gone_(std::move(gone)),
+        failed_(std::move(failed)) {
+    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights)
+      weights_.push_back({parameter, slots, rows, cols, read_at_once});
+  }
+
+  // Lets go of everything: the hooks are about to be taken away.
+  void Close() {
+    active = false;
+    weights_.clear();
+    dirty_.clear();
+    waiting_.clear();
+    begins_ = careful_ = gone_ = failed_ = py::none();
+  }
+
+  bool active = true;
+  int num_threads = 1;
+  double seconds = 0;     // spent since somebody set it to zero
+  int64_t num_reads = 0;  // of gradients, since the beginning
+
+  int64_t num_weights() const { return int64_t(weights_.size()); }
+
+  // Autograd has added to the gradient of a weight.
+  void Accumulated(int64_t index) {
+    Weight& weight = weights_[index];
+    ++weight.num_backwards;
+    weight.version = -1;  // also if the new gradient has the address and the version of an old one
+    const int64_t task = GraphTask();
+    auto dirty = dirty_.find(task);
+    if (dirty == dirty_.end()) {
+      dirty = dirty_.emplace(task, std::vector<int64_t>()).first;
+      begins_(task);
+    }
+    dirty->second.push_back(index);
+    if (weight.read_at_once && weight.num_backwards >= weight.expected) Timed([&] { Read({index}, false); });
+  }
+
+  // A backward is over, and so is whatever else changes its gradients: read what is due and not read, or changed since.
+  void Settle(int64_t task) {
+    Timed([&] {
+      const auto dirty = dirty_.find(task);
+      std::vector<int64_t> ended;
+      if (dirty != dirty_.end()) {
+        ended = std::move(dirty->second);
+        dirty_.erase(dirty);
+      }
+      Read(Due(ended), true);
+    });
+  }
+
+  // Reads what the step has not read yet; returns the weights that were read so late.
+  std::vector<int64_t> ReadRest() {
+    std::vector<int64_t> late;
+    for (int64_t i = 0; i < num_weights(); ++i)
+      if (weights_[i].version < 0 && weights_[i].num_backwards > 0 && !Gradient(weights_[i]).is_none())
+        late.push_back(i);
+    Read(late, false);
+    return late;
+  }
+
+  // The row is closed: what was counted is what to expect.
+  void NextStep() {
+    dirty_.clear();
+    waiting_.clear();
+    if (num_ends_ > 0) expected_ends_ = std::exchange(num_ends_, 0);
+    for (Weight& weight : weights_) {
+      if (weight.num_backwards > 0) weight.expected = weight.num_backwards;
+      weight.num_backwards = 0;
+      weight.is_waiting = false;
+      weight.version = -1;
+    }
+  }
+
+  // Runs `work`; no exception of it reaches autograd.
+  template <typename Work>
+  void Guarded(const Work& work) {
+    try {
+      try {
+        work();
+      } catch (py::error_already_set& error) {
+        failed_(error.value());
+      } catch (const std::exception& error) {
+        failed_(py::reinterpret_steal<py::object>(PyObject_CallFunction(PyExc_RuntimeError, "s", error.what())));
+      }
+    } catch (py::error_already_set&) {  // whoever was told of the failure failed too
+    }
+  }
+
+ private:
+  template <typename Work>
+  void Timed(const Work& work) {
+    const auto start = std::chrono::steady_clock::now();
+    Guarded(work);
+    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  static py::object Gradient(const Weight& weight) {
+    static PyObject* const name = PyUnicode_InternFromString("grad");
+    PyObject* grad = PyObject_GetAttr(weight.parameter.ptr(), name);
+    if (grad == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(grad);
+  }
+
+  // Of the weights of a backward that ended, those that wait for no other in this step. Not every weight takes part in
+  // every backward (experts, heads of several tasks): after the last backward none waits any longer.
+  std::vector<int64_t> Due(const std::vector<int64_t>& ended) {
+    ++num_ends_;
+    const bool is_last = expected_ends_ > 0 && num_ends_ >= expected_ends_;
+    std::vector<int64_t> due;
+    for (const int64_t i : ended) {
+      Weight& weight = weights_[i];
+      const bool waits = !is_last && weight.num_backwards < weight.expected;
+      if (!waits)
+        due.push_back(i);
+      else if (!weight.is_waiting)
+        waiting_.push_back(i);
+      weight.is_waiting = waits;
+    }
+    if (!is_last) return due;
+    for (const int64_t i : waiting_)
+      if (weights_[i].is_waiting && !Gradient(weights_[i]).is_none()) due.push_back(i);
+    for (const int64_t i : waiting_) weights_[i].is_waiting = false;
+    waiting_.clear();
+    return due;
+  }
+
+  void Read(const std::vector<int64_t>& indices, bool at_end) {
+    std::vector<StepBuffer::Item> items;
+    std::vector<py::object> kept;  // the gradients that are read without the GIL
+    int64_t bytes = 0;
+    for (const int64_t i : indices) {
+      Weight& weight = weights_[i];
+      py::object grad = Gradient(weight);
+      if (grad.is_none()) {
+        if (at_end) gone_(i);
+        continue;
+      }
+      TensorView view;
+      const bool is_plain = !weight.slots.empty() && ViewOf(grad.ptr(), &view) && view.is_contiguous &&
+                            view.numel == weight.rows * weight.cols && view.data != nullptr;
+      PyErr_Clear();  // what has no view is not plain
+      if (!is_plain) {
+        ++num_reads;
+        const auto [address, version] =
+            careful_(i, grad, weight.address, weight.version).cast<std::pair<uintptr_t, long>>();
+        weight.address = address;
+        weight.version = version;
+        continue;
+      }
+      const auto address = reinterpret_cast<uintptr_t>(view.data);
+      const long version = VersionOf(grad.ptr());
+      if (version >= 0 && weight.version == version && weight.address == address) continue;
+      weight.address = address;
+      weight.version = version;
+      ++num_reads;
+      const Matrix x{view.data, view.dtype, weight.rows, weight.cols, weight.cols, 1};
+      for (const int64_t slot : weight.slots) items.push_back({slot, x});
+      bytes += view.numel * ElementBytes(view.dtype);
+      kept.push_back(std::move(grad));
+    }
+    PyErr_Clear();
+    if (items.empty()) return;
+    const py::gil_scoped_release release;
+    if (items.size() == 1)
+      buffer_->Set(items[0].slot, items[0].x, num_threads);
+    else
+      buffer_->SetMany(items, bytes >= kParallelBytes ? num_threads : 1);
+  }
+
+  const py::object buffer_owner_;
+  StepBuffer* const buffer_;
+  py::object begins_, careful_, gone_, failed_;
+  std::vector<Weight> weights_;
+  // Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
+  // backward inside another; one that raised never ends, and is forgotten with the step.
+  std::map<int64_t, std::vector<int64_t>> dirty_;
+  std::vector<int64_t> waiting_;
+  int64_t num_ends_ = 0;       // of backwards in this step
+  int64_t expected_ends_ = 0;  // as many as in the step before; 0: not known
+};
+
+struct Hook {
+  GradientWatch* watch;
+  int64_t weight;
+  py::object owner;
+};
+
+PyObject* Accumulated(PyObject* self, PyObject*) {
+  const auto& hook = *static_cast<Hook*>(PyCapsule_GetPointer(self, nullptr));
+  if (hook.watch->active) hook.watch->Guarded([&] { hook.watch->Accumulated(hook.weight); });
+  Py_RETURN_NONE;
+}
+
+PyMethodDef accumulated_definition = {"accumulated", Accumulated, METH_O,
+                                      "Called when autograd has added to the gradient of the weight."};
+
+py::object MakeHook(const py::object& watch, int64_t weight) {
+  auto* found = watch.cast<GradientWatch*>();
+  if (weight < 0 || weight >= found->num_weights()) throw py::value_error("there is no such weight");
+  const py::capsule self(new Hook{found, weight, watch}, [](void* p) { delete static_cast<Hook*>(p); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&accumulated_definition, self.ptr()));
+}
+
+}  // namespace
+
+void BindGradients(py::module_& m) {
+  py::class_<GradientWatch>(m, "GradientWatch")
+      .def(py::init<py::object, const std::vector<GradientWatch::WeightTuple>&, py::object, py::object, py::object,
+                    py::object>())
+      .def_readwrite("active", &GradientWatch::active)
+      .def_readwrite("num_threads", &GradientWatch::num_threads)
+      .def_readwrite("seconds", &GradientWatch::seconds)
+      .def_readonly("num_reads", &GradientWatch::num_reads)
+      .def("hook", [](const py::object& self, int64_t weight) { return MakeHook(self, weight); })
+      .def("settle", &GradientWatch::Settle)
+      .def("read_rest", &GradientWatch::ReadRest)
+      .def("next_step", &GradientWatch::NextStep)
+      .def("close", &GradientWatch::Close);
+}
+
+}  // namespace pyscan
