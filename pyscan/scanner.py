@@ -30,14 +30,17 @@ from pyscan.capture import Capture
 from pyscan.config import Event, ScanConfig
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
+from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
 from pyscan.latest import Row, param_stats
+from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
 from pyscan.silence import Silence
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
+from pyscan.watch import Watch
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
@@ -58,6 +61,7 @@ def attach(
     resume: bool = False,
     metadata: Mapping[str, Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    watch: Watch | bool = True,
 ) -> Scanner:
     """Scan every weight of `model` at every step, into the file `path` (None: into memory, as `scan.rows`).
 
@@ -70,8 +74,9 @@ def attach(
     budget      share of the step time the scanner may take, for instance 0.01; raises `every` until it holds
     resume      continue an existing file
     on_event    called with each event (a dict) as it happens
+    watch       alarms about finished rows, as events; False: none, or a `pyscan.Watch` with other limits
     """
-    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
+    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     _refuse_other_devices(model)
@@ -129,6 +134,16 @@ class Scanner:
         stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
 
+    def grad_check(self) -> dict[str, int]:
+        """How many weights of the newest row have a gradient, one of 0, none, or one that is not finite.
+
+        Made for dashboards: `wandb.log(scan.grad_check())` logs `grad_check/ok_params` and its three companions.
+        """
+        if self._latest is None:
+            return {}
+        row, buffer = self._latest
+        return row_counts(buffer.layout.schema.sites, row.cells)
+
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
         return dict(self._inventory.coverage)
@@ -166,6 +181,11 @@ class Scanner:
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
+        if not self._off:
+            try:
+                self._lookout.finish()
+            except Exception as error:
+                self._fail(error)
         self._off = True
         self._steps.remove()
         self._unwatch_sites()
@@ -223,6 +243,13 @@ class Scanner:
             sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
+        self._lookout = Lookout(
+            self.schema.sites,
+            self.config.watch,
+            meetings=self._capture.state,
+            arrivals=self._gradients.order,
+            announce=lambda event: self._event(**event),
+        )
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
@@ -251,6 +278,7 @@ class Scanner:
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         self._capture.set_mask(mask)
+        self._lookout.forward_begins()
 
     def _step_begins(self, unscaled: bool) -> None:
         try:
@@ -290,8 +318,10 @@ class Scanner:
                     flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
                 )
                 self._keep(row)
+                self._lookout.row(row)
                 if not self._silence.done:
                     self._silence.explain(cells)
+        self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -344,11 +374,13 @@ class Scanner:
         self._capture.state.seconds = self._gradients.state.seconds = 0.0
         self._row_start = now
         if change is not None:
-            self._event("every", site=None, **change)
+            self._event("every", **dict[str, Any](change))
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
-        return not self._off and not self._paused and self._step % self._budget.every == 0
+        if self._off or self._paused:
+            return False
+        return self._step % self._budget.every == 0 or self._lookout.wants(self._step)
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()
@@ -367,11 +399,11 @@ class Scanner:
 
     # Events and errors
 
-    def _event(self, kind: str, *, site: str | None = None, **fields: Any) -> None:
-        event = {"kind": kind, "step": self._step, "site": site, **fields}
+    def _event(self, kind: str, *, site: str | None = None, step: int | None = None, **fields: Any) -> None:
+        event = {"kind": kind, "step": self._step if step is None else step, "site": site, **fields}
         self.events.append(event)
         if self._writer is not None:
-            self._writer.event(kind, self._step, site=site, **fields)
+            self._writer.event(**event)
         if self.config.on_event is not None:
             try:
                 self.config.on_event(event)

@@ -8,6 +8,7 @@ from pyscan.commands.compact import Compact
 from pyscan.commands.diff import Diff
 from pyscan.commands.doctor import Doctor
 from pyscan.commands.export import Export
+from pyscan.commands.health import HealthVerb
 from pyscan.commands.import_ import Import
 from pyscan.commands.info import Info
 from pyscan.commands.merge import Merge
@@ -16,4 +17,4 @@ from pyscan.commands.show import Show
 
 __all__ = ["VERBS", "UserError", "Verb"]
 
-VERBS: tuple[type[Verb], ...] = (Info, Show, Diff, Check, Repair, Compact, Merge, Export, Import, Doctor)
+VERBS: tuple[type[Verb], ...] = (Info, Show, HealthVerb, Diff, Check, Repair, Compact, Merge, Export, Import, Doctor)
