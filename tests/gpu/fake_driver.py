@@ -53,15 +53,15 @@ class FakeDriver:
         divisible = frozenset(name for name, attrs in promises.items() if ["tt.divisibility", 16] in attrs)
 
         def launch(gx: int, gy: int, gz: int, stream: int, function: Any, *rest: Any) -> None:
+            if not self.is_recording:
+                return
             _metadata, _launch_metadata, _enter, _exit, *arguments = rest
             assert function == metadata.name, "the function must be that of the kernel"
             assert len(arguments) == len(names), f"{metadata.name} takes {names}, got {len(arguments)} arguments"
             bound = dict(zip(names, arguments, strict=True))
             for name, value in bound.items():
                 _check(name, value, signature[name], name in divisible)
-            if self.is_recording:
-                grid = (gx, gy, gz)
-                self.launches.append(Recorded(metadata.name, grid, stream, metadata.num_warps, bound, divisible))
+            self.launches.append(Recorded(metadata.name, (gx, gy, gz), stream, metadata.num_warps, bound, divisible))
 
         return launch
 

@@ -212,9 +212,9 @@ def test_the_same_bits_every_time() -> None:
 
 @pytest.mark.parametrize("cols", [64, 63])
 def test_offsets_beyond_two_to_the_31(cols: int) -> None:
-    """9 GB of memory of which only the pages of 34 rows are ever touched."""
-    x = torch.empty(34 << 27, dtype=BF16).as_strided((34, cols), (1 << 27, 1))
-    x.copy_(torch.randn(34, cols, generator=torch.Generator().manual_seed(0)))
+    """11 GB of memory of which only the pages of 17 rows are ever touched; the 16 rows of one load span 2^31 words."""
+    x = torch.empty(17 * 5 << 26, dtype=BF16).as_strided((17, cols), (5 << 26, 1))
+    x.copy_(torch.randn(17, cols, generator=torch.Generator().manual_seed(0)))
     reducer = Reducer([(64, 0, False, 1, 0, -1, -1, False)], 1, CPU)
     run(reducer, [view_of(x, 0)], [x])
     torch.testing.assert_close(reducer.sums[0, 0], x.double().square().sum(), rtol=TOLERANCE, atol=0)
