@@ -1,7 +1,7 @@
 """The model's forward as a whole: which rows count, how many tokens there are, and what loss came out.
 
-Receives the calls of the outermost module and hands on, per step, the mean loss and the number of tokens of its
-grad-enabled forwards; during a forward, the mask named by the user.
+Receives the calls of the outermost module and hands on, per step, the losses and the number of tokens of its
+grad-enabled forwards; during a forward, the mask named by the user. Nothing here asks a tensor for its value.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyscan.closing import Seen
 from pyscan.gradients import make_nothing, nothing
 from pyscan.graph import Graph, Target
 
@@ -35,9 +36,10 @@ class ForwardWatch:
         self._on_end = on_end
         self._losses: list[Tensor] = []
         self._are_shares = False  # the losses of the micro-batches add up to that of the step
-        self._noted: list[Tensor | float] = []
+        self._noted: list[Tensor] = []
         self._noted_tokens: int | None = None
         self._num_tokens: int | None = None
+        self._masked_counts: list[Tensor] = []
         self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
@@ -51,19 +53,21 @@ class ForwardWatch:
     def note(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """What the loop says of a micro-batch; it goes before what the model says."""
         if loss is not None:
-            self._noted.append(loss.detach() if isinstance(loss, Tensor) else loss)
+            self._noted.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64))
         if tokens is not None:
             self._noted_tokens = (self._noted_tokens or 0) + tokens
 
-    def take(self) -> tuple[float | None, int | None]:
-        """Mean loss and number of tokens since the last call; None where neither the loop nor the model says."""
-        losses = self._noted or self._losses
-        num_parts = 1 if self._are_shares and not self._noted else len(losses)
-        loss = sum(float(loss) for loss in losses) / num_parts if losses else None
-        tokens = self._num_tokens if self._noted_tokens is None else self._noted_tokens
-        self._noted, self._losses, self._are_shares = [], [], False
-        self._num_tokens = self._noted_tokens = None
-        return loss, tokens
+    def take(self) -> Seen:
+        """The losses and the number of tokens since the last call, as far as the loop or the model says them."""
+        are_shares = self._are_shares and not self._noted
+        losses = tuple(self._noted or self._losses)
+        if self._noted_tokens is None:
+            seen = Seen(losses, self._num_tokens, tuple(self._masked_counts), are_shares)
+        else:
+            seen = Seen(losses, self._noted_tokens, (), are_shares)
+        self._losses, self._noted, self._are_shares = [], [], False
+        self._num_tokens, self._noted_tokens, self._masked_counts = None, None, []
+        return seen
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.active or not torch.is_grad_enabled():
@@ -72,9 +76,10 @@ class ForwardWatch:
         mask = mask.bool() if isinstance(mask, Tensor) else None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.ndim >= 1 and not ids.is_floating_point():
-            is_masked = mask is not None and mask.shape == ids.shape and _has_value(mask)
-            count = int(mask.sum()) if mask is not None and is_masked else ids.numel()
-            self._num_tokens = (self._num_tokens or 0) + count
+            if mask is not None and mask.shape == ids.shape and _has_value(mask):
+                self._masked_counts.append(mask.sum())
+            else:
+                self._num_tokens = (self._num_tokens or 0) + ids.numel()
         # Models of transformers that are told the items of the whole step divide each loss by them.
         self._are_shares |= kwargs.get("num_items_in_batch") is not None
         self._on_begin(mask)

@@ -24,11 +24,13 @@ from torch import nn
 
 import pyscan
 from pyscan import attached, hooks, threads
-from pyscan.accumulate import StepBuffer, channels, site_info
+from pyscan.accumulate import channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
 from pyscan.capture import Capture
+from pyscan.closing import Closing, Finished, Scaling
 from pyscan.config import Event, ScanConfig
+from pyscan.engines import Buffer, device_of, make_buffer
 from pyscan.figures import row_figures
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
@@ -44,7 +46,7 @@ from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
 from pyscan.watch import Watch
-from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
+from pyscan.writer import Writer
 
 _clock = time.perf_counter
 
@@ -82,7 +84,6 @@ def attach(
     config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _refuse_other_devices(model)
     threads.borrow()
     return Scanner(model, path, unwrap_all(optimizer), config)
 
@@ -98,9 +99,10 @@ class Scanner:
         self.rows: list[Row] = []  # every finished row, when there is no file
         self.loggers: dict[str, str] = {}  # name of a logger -> the id of its run, kept by checkpoints
         self._model = model
+        self._device = device_of(model)
         self._off = False
         self._paused = 0
-        self._latest: tuple[Row, StepBuffer] | None = None  # with the buffer that knows its cells
+        self._latest: tuple[Row, Buffer] | None = None  # with the buffer that knows its cells
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
@@ -128,7 +130,7 @@ class Scanner:
             if step is not None:
                 self._step = step
             self._late += self._gradients.read_rest()
-            self._close_row(None, False, loss=loss, tokens=tokens)
+            self._close_row(None, loss=loss, tokens=tokens)
         except Exception as error:
             self._fail(error)
 
@@ -213,11 +215,14 @@ class Scanner:
 
     def flush(self) -> None:
         """Bring every finished row into the file, where readers see it and a kill does not reach it."""
+        if not self._off:
+            self._wait_rows()
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
+        self._wait_rows()
         if not self._off:
             try:
                 self._lookout.finish()
@@ -267,7 +272,7 @@ class Scanner:
 
     def _watch_sites(self) -> None:
         sites = self._inventory.sites
-        self.buffer = StepBuffer(sites, self.schema)
+        self.buffer = make_buffer(sites, self.schema, self._device)
         self._capture = Capture(self.buffer, len(sites), self._fail)
         for index, site in enumerate(sites):
             if site.observe in ("module_input", "lookup"):
@@ -292,7 +297,7 @@ class Scanner:
             self._model,
             self.config.mask,
             on_begin=self._forward_begins,
-            on_end=self._capture.forget,
+            on_end=self._forward_ends,
             on_error=self._fail,
         )
         self._endings.append(self._forward.remove)
@@ -318,6 +323,10 @@ class Scanner:
         self._capture.set_mask(mask)
         self._lookout.forward_begins()
 
+    def _forward_ends(self) -> None:
+        self._capture.forget()
+        self.buffer.flush()
+
     def _step_begins(self, unscaled: bool) -> None:
         try:
             if self._capture.state.active and (late := self._gradients.read_rest()):
@@ -326,41 +335,29 @@ class Scanner:
         except Exception as error:
             self._fail(error)
 
-    def _step_ends(self, scale: float | None, skipped: bool) -> None:
+    def _step_ends(self, scaling: Scaling | None) -> None:
         try:
-            self._close_row(scale, skipped)
+            self._close_row(scaling)
         except Exception as error:
             self._fail(error)
 
     # The row
 
-    def _close_row(
-        self, scale: float | None, skipped: bool, *, loss: float | None = None, tokens: int | None = None
-    ) -> None:
+    def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
         if self._off:
             self._unwatch_sites()
             return
         start = _clock()
-        seen_loss, seen_tokens = self._forward.take()
+        seen = self._forward.take()
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
-            cells = self._undo_scale(self.buffer.take(scale or 1.0), scale)
-            if self._is_due():
-                row = Row(
-                    step=self._step,
-                    cells=cells,
-                    tokens=seen_tokens if tokens is None else tokens,
-                    loss=seen_loss if loss is None else loss,
-                    lr=self._steps.learning_rate(),
-                    grad_scale=scale,
-                    flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
-                )
-                self._keep(row)
-                self._lookout.row(row)
-                if not self._silence.done:
-                    self._silence.explain(cells)
-                if not self._judged:
-                    self._judge_start(cells)
+            rate, late = self._steps.learning_rate(), frozenset(self._late)
+            is_due = self._is_due()
+            closing = Closing(self._step, is_due, seen, loss, tokens, rate, scaling, late, self._late_unscaled)
+            for finished in self.buffer.close_row(closing):
+                self._finish_row(finished)
+            for kind, site, text in self.buffer.complaints():
+                self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
         self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
@@ -377,6 +374,29 @@ class Scanner:
         num_threads = torch.get_num_threads()
         self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
 
+    def _finish_row(self, finished: Finished) -> None:
+        """A row is there: on the CPU that of the step that ends, on a GPU one of an earlier step."""
+        closing, cells, values = finished
+        row = closing.row(cells, values)
+        if not closing.is_due:
+            return
+        if row.grad_scale is not None and closing.late_unscaled:
+            self._undo_scale(cells, closing.late, row.grad_scale)
+        self._keep(row)
+        self._lookout.row(row)
+        if not self._silence.done:
+            self._silence.explain(cells)
+        if not self._judged:
+            self._judge_start(cells)
+
+    def _wait_rows(self) -> None:
+        """Finish the rows that are still to come."""
+        try:
+            for finished in self.buffer.wait_rows():
+                self._finish_row(finished)
+        except Exception as error:
+            self._fail(error)
+
     def _judge_start(self, cells: NDArray[np.float64]) -> None:
         """Say once, at the first row that has gradients, what is wrong with the weights the run started with."""
         if not self.buffer.has_grads(cells):
@@ -385,17 +405,15 @@ class Scanner:
         for finding in judge_init(weight_gains(self._inventory.sites), self._forward.targets or []).findings:
             self._event("init", site=finding.site, text=finding.text, value=finding.value, limit=finding.limit)
 
-    def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
+    def _undo_scale(self, cells: NDArray[np.float64], late: frozenset[int], scale: float) -> None:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
-        if scale is not None and self._late_unscaled:
-            sites = self._inventory.sites
-            names = {sites[index].name for index in self._late}
-            for index, site in enumerate(sites):
-                if (site.tied_to or site.name) in names:
-                    for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
-                        cells[self.buffer.cells(channel, index)] *= scale * scale
-                    cells[self.buffer.cells("grad_max", index)] *= scale
-        return cells
+        sites = self._inventory.sites
+        names = {sites[index].name for index in late}
+        for index, site in enumerate(sites):
+            if (site.tied_to or site.name) in names:
+                for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
+                    cells[self.buffer.cells(channel, index)] *= scale * scale
+                cells[self.buffer.cells("grad_max", index)] *= scale
 
     def _keep(self, row: Row) -> None:
         self._latest = row, self.buffer
@@ -437,7 +455,9 @@ class Scanner:
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
         old = {site.name for site in self._inventory.sites}
+        self._wait_rows()
         self._unwatch_sites()
+        self._device = device_of(self._model)
         self._inventory = self._find()
         self.schema = self._schema()
         self._watch_sites()
@@ -472,16 +492,6 @@ class Scanner:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         except Warning:  # warnings are errors here, and errors are not ours to raise
             print(text, file=sys.stderr)
-
-
-def _refuse_other_devices(model: nn.Module) -> None:
-    """Addresses on another device are not the CPU engine's to read."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{name!r} is on device {parameter.device.type!r}, for which there is no engine yet: "
-                "pyscan scans models on the CPU"
-            )
 
 
 def _bare(model: nn.Module) -> nn.Module:

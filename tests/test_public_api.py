@@ -73,6 +73,7 @@ READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source
 READING += ["watch", "alarms", "levels", "first_bad", "health", "grad_check"]
 READING += [f"integrations/{name}" for name in ("curves", "heatmap", "follow", "tensorboard", "wandb")]
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
+WRITING += ["closing", "engines", "device", "device_buffer", "device_gradients", "flush", "groups", "results"]
 WRITING += ["lookout", "attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel"]
 WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table", "figures"]
 WRITING += [f"integrations/{name}" for name in ("session", "transformers", "lightning")]
@@ -97,3 +98,24 @@ def test_each_stage_knows_only_what_is_below_it() -> None:
     for path in [*ROOT.glob("*.py"), *(ROOT / "commands").glob("*.py"), *(ROOT / "integrations").glob("*.py")]:
         if path.name not in ("__main__.py", "__init__.py", "cli.py"):
             assert "pyscan.cli" not in imports_of(path), path
+
+
+# Tables before kernels, kernels before launches; nothing here knows the scanner, and planning needs no triton.
+KERNELS = {
+    "layout": set(),
+    "slots": {"numpy"},
+    "cut": {"pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "plan": {"numpy", "pyscan.kernels.cut", "pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "tiles": {"triton", "pyscan.kernels.layout"},
+    "merge": {"triton", "pyscan.kernels.layout", "pyscan.kernels.slots", "pyscan.kernels.tiles"},
+    "launch": {"numpy", "torch", "triton", "pyscan.kernels", "pyscan.kernels.layout", "pyscan.kernels.plan"},
+}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_kernels_know_only_what_is_below_them(module: str) -> None:
+    standard = {"__future__", "collections", "contextlib", "enum", "itertools", "typing"}
+    imports = imports_of(ROOT / "kernels" / f"{module}.py")
+    names = {name if name.startswith("pyscan") else name.split(".")[0] for name in imports}
+    assert names - standard <= KERNELS[module]
+    assert {path.stem for path in (ROOT / "kernels").glob("*.py")} == {"__init__", *KERNELS}

@@ -18,7 +18,7 @@ from pyscan.scanner import Scanner
 _callbacks = need("transformers.trainer_callback", "transformers")
 
 
-class ScanCallback(_callbacks.TrainerCallback):  # type: ignore[misc]
+class ScanCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defined]
     """Scans into `path` (None: into memory); `options` are those of `pyscan.attach`.
 
     follow   called with the scan once it is attached, such as `lambda scan: tensorboard.follow(scan, "runs/scan")`;
