@@ -12,7 +12,10 @@ from torch import nn
 
 import pyscan
 from pyscan.extras import MissingExtraError
+from pyscan.integrations.curves import Selection
+from pyscan.integrations.follow import Follower
 from pyscan.steps import unwrap
+from tests.test_integrations_dashboards import Recorder
 from tests.test_scanner import Products, batch, llama
 
 transformers = pytest.importorskip("transformers")
@@ -250,6 +253,18 @@ def test_a_logger_that_fails_in_the_figures_turns_the_scan_off_and_not_the_run(t
     with pytest.warns(RuntimeWarning, match="turned itself off"):
         run.train()
     assert run.state.global_step == 5
+
+
+def test_a_follower_is_shown_every_row_and_closed_when_training_ends(tmp_path: Path) -> None:
+    sinks = Recorder(), Recorder()
+
+    def follow(sink: Recorder) -> Any:
+        return lambda scan: Follower(scan, sink, Selection(), 60)
+
+    trainer(tmp_path, ScanCallback(tmp_path / "one.mscan", follow=follow(sinks[0]))).train()
+    fit(Small(), tmp_path, LightningScan(tmp_path / "other.mscan", follow=follow(sinks[1])))
+    assert [[point.step for point in sink.points] for sink in sinks] == [[1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    assert all(sink.is_closed for sink in sinks)
 
 
 # The same model in four loops
