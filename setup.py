@@ -16,6 +16,7 @@ EXTRAS = {
     "cli": ["rich>=13"],
     "arrow": ["pyarrow>=15"],
     "pandas": ["pandas>=2"],
+    "demo": ["rich>=13", "tokenizers>=0.20", "transformers>=4.48"],
 }
 EXTRAS["all"] = sorted({requirement for group in EXTRAS.values() for requirement in group})
 
@@ -49,8 +50,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["pyscan", "pyscan.commands", "pyscan.kernels"],
-    package_dir={"pyscan": "pyscan", "pyscan.kernels": "kernels"},
+    packages=["pyscan", "pyscan.commands", "pyscan.examples", "pyscan.kernels"],
+    package_dir={"pyscan": "pyscan", "pyscan.examples": "examples", "pyscan.kernels": "kernels"},
     package_data={"pyscan": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("pyscan._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

@@ -27,7 +27,9 @@ from pyscan import hooks, threads
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
+from pyscan.checkpoint import Checkpoint
 from pyscan.config import Event, ScanConfig
+from pyscan.format import ROW_RESUMED
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.gradients import GradientReader
@@ -41,6 +43,9 @@ from pyscan.upkeep import ModelState
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
+
+# Called with the model of each `attach` before it looks at it: `pyscan run` steps aside where a script scans by itself.
+before_attach: list[Callable[[nn.Module], None]] = []
 
 
 def attach(
@@ -74,6 +79,8 @@ def attach(
     config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for step_aside in list(before_attach):
+        step_aside(model)
     _refuse_other_devices(model)
     threads.borrow()
     return Scanner(model, path, unwrap_all(optimizer), config)
@@ -88,6 +95,7 @@ class Scanner:
         self.config = config
         self.events: list[Event] = []
         self.rows: list[Row] = []  # every finished row, when there is no file
+        self.loggers: dict[str, str] = {}  # name of a logger -> the id of its run, kept by checkpoints
         self._model = model
         self._off = False
         self._paused = 0
@@ -95,6 +103,7 @@ class Scanner:
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
+        self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -155,14 +164,44 @@ class Scanner:
             self._set_active()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue this scan."""
-        run_id = self._writer.run_id.hex() if self._writer else None
-        return {"step": self._step - 1, "path": None if self.path is None else str(self.path), "run_id": run_id}
+        """What a checkpoint needs to continue this scan; the rows up to here are in the file when this returns."""
+        if self._writer is not None:
+            self._writer.flush()
+        return self._checkpoint().to_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step of a checkpoint; later rows of the abandoned timeline are void."""
-        self._step = int(state["step"]) + 1
+        """Continue after the step of a checkpoint; later rows of the abandoned timeline are void.
+
+        The first step from here on has a row in any case (if it is not scanned, of absent cells): it is what voids them.
+        """
+        saved = Checkpoint.from_state(state)
+        differences = saved.differences(self._checkpoint())
+        self._resumed = {"after_step": saved.step, "differences": differences}
+        self._step = saved.step + 1
+        self.loggers |= saved.loggers
+        if self.config.budget is not None:
+            self._budget.every = max(saved.every, self.config.every)
+        self.rows = [row for row in self.rows if row.step <= saved.step]
+        if self._latest is not None and self._latest[0].step > saved.step:
+            self._latest = None
+        self._discard_open_row()
         self._set_active()
+        for text in differences:
+            warnings.warn(f"pyscan: {text}. It continues at step {self._step}.", RuntimeWarning, stacklevel=2)
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            step=self._step - 1,
+            path=None if self.path is None else str(self.path),
+            run_id=self._writer.run_id.hex() if self._writer else None,
+            world=self.schema.world,
+            every=self._budget.every,
+            loggers=dict(self.loggers),
+        )
+
+    def _discard_open_row(self) -> None:
+        self.buffer.take(1.0)
+        self._forward.take()
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
@@ -279,7 +318,10 @@ class Scanner:
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
             cells = self._undo_scale(self.buffer.take(scale or 1.0), scale)
-            if self._is_due():
+            is_due = self._is_due()
+            if self._resumed is not None and not is_due:
+                cells = self.buffer.take(1.0)  # nothing of this step: every cell is absent
+            if is_due or self._resumed is not None:
                 row = Row(
                     step=self._step,
                     cells=cells,
@@ -287,10 +329,11 @@ class Scanner:
                     loss=seen_loss if loss is None else loss,
                     lr=self._steps.learning_rate(),
                     grad_scale=scale,
-                    flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late),
+                    flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late) | ROW_RESUMED * bool(self._resumed),
                 )
                 self._keep(row)
-                if not self._silence.done:
+                self._say_resumed()
+                if is_due and not self._silence.done:
                     self._silence.explain(cells)
         self._gradients.next_step()
         self._late = []
@@ -334,6 +377,12 @@ class Scanner:
             flags=row.flags,
         )
 
+    def _say_resumed(self) -> None:
+        """After the row: what is written before the first row of a new timeline counts as part of the old one."""
+        if self._resumed is not None:
+            resumed, self._resumed = self._resumed, None
+            self._event("resumed", **resumed)
+
     def _measure(self, start: float) -> None:
         now = _clock()
         change = self._budget.step(
@@ -348,7 +397,8 @@ class Scanner:
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
-        return not self._off and not self._paused and self._step % self._budget.every == 0
+        is_chosen = self._step % self._budget.every == 0 or self._resumed is not None
+        return not self._off and not self._paused and is_chosen
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()

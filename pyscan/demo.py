@@ -1,0 +1,66 @@
+"""The main job: the loop of examples/train.py with the scanner on, and what it costs measured on the way.
+
+Receives the options of the example; trains, and hands on where everything lies and the measured cost.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyscan
+from pyscan.extras import need
+from pyscan.interleave import Cost, Interleaved
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "rich")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a demo leaves behind."""
+
+    scan: Path
+    model: Path
+    checkpoint: Path | None
+    cost: Cost | None
+
+
+def load_example() -> ModuleType:
+    """examples/train.py: inside the package where it is installed, beside it in a checkout."""
+    for library in _LIBRARIES:
+        need(library, "demo")
+    here = Path(__file__).parent
+    path = next(p for p in (here / "examples" / "train.py", here.parent / "examples" / "train.py") if p.exists())
+    spec = importlib.util.spec_from_file_location("pyscan_demo_train", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train(example: Any, options: list[str]) -> Outcome:
+    """Train as the example's own main does, every third step without the scanner."""
+    args = example.parse_arguments(options)
+    args.output.mkdir(parents=True, exist_ok=True)
+    job = example.Job(args)
+    path = args.output / "run.mscan"
+    with pyscan.attach(job.model, path, optimizer=job.optimizer, resume=args.resume) as scan:
+        job.parts["scan"] = scan
+        if args.resume:
+            job.resume()
+        measured = Interleaved(scan, job.optimizer)
+        example.train(job)
+        measured.stop()
+    job.save_model()
+    checkpoint = args.output / "checkpoint.pt"
+    assert scan.path is not None
+    return Outcome(
+        scan=scan.path,
+        model=args.output / "model",
+        checkpoint=checkpoint if checkpoint.exists() else None,
+        cost=measured.cost(),
+    )
