@@ -73,12 +73,15 @@ class GradientWatch {
   double seconds = 0;     // spent since somebody set it to zero
   int64_t num_reads = 0;  // of gradients, since the beginning
 
+  // Weights in the order in which their gradients first came in this step.
+  const std::vector<int64_t>& order() const { return order_; }
+
   int64_t num_weights() const { return int64_t(weights_.size()); }
 
   // Autograd has added to the gradient of a weight.
   void Accumulated(int64_t index) {
     Weight& weight = weights_[index];
-    ++weight.num_backwards;
+    if (++weight.num_backwards == 1) order_.push_back(index);
     weight.version = -1;  // also if the new gradient has the address and the version of an old one
     const int64_t task = GraphTask();
     auto dirty = dirty_.find(task);
@@ -115,6 +118,7 @@ class GradientWatch {
 
   // The row is closed: what was counted is what to expect.
   void NextStep() {
+    order_.clear();
     dirty_.clear();
     waiting_.clear();
     if (num_ends_ > 0) expected_ends_ = std::exchange(num_ends_, 0);
@@ -230,6 +234,7 @@ class GradientWatch {
   // backward inside another; one that raised never ends, and is forgotten with the step.
   std::map<int64_t, std::vector<int64_t>> dirty_;
   std::vector<int64_t> waiting_;
+  std::vector<int64_t> order_;
   int64_t num_ends_ = 0;       // of backwards in this step
   int64_t expected_ends_ = 0;  // as many as in the step before; 0: not known
 };
@@ -266,6 +271,7 @@ void BindGradients(py::module_& m) {
       .def_readwrite("num_threads", &GradientWatch::num_threads)
       .def_readwrite("seconds", &GradientWatch::seconds)
       .def_readonly("num_reads", &GradientWatch::num_reads)
+      .def_property_readonly("order", &GradientWatch::order)
       .def("hook", [](const py::object& self, int64_t weight) { return MakeHook(self, weight); })
       .def("settle", &GradientWatch::Settle)
       .def("read_rest", &GradientWatch::ReadRest)

@@ -3,12 +3,14 @@
 // not plain goes back to capture.py. All of it runs under the GIL, which guards the state.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "bindings.h"
 #include "bindings_tensor.h"
@@ -36,6 +38,16 @@ struct CaptureState {
   long last_version = 0;
   std::thread::id last_thread;
   py::bytearray direct;  // sites ever recorded outside a backward
+  // Sites in the order in which this step first met them, with gradients enabled or not: reentrant checkpointing
+  // records its sites in the backward, last layer first, but has met them in the forward.
+  std::vector<int64_t> order;
+  std::vector<char> is_in_order;  // per site
+
+  void Meet(int64_t site) {
+    if (is_in_order[site]) return;
+    is_in_order[site] = 1;
+    order.push_back(site);
+  }
 };
 
 namespace {
@@ -81,7 +93,9 @@ bool Record(const Observer& observer, PyObject* x) {
 
 PyObject* See(PyObject* self, PyObject* x) {
   const auto& observer = *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr));
-  if (!observer.state->active || !IsGradEnabled()) Py_RETURN_NONE;
+  if (!observer.state->active) Py_RETURN_NONE;
+  observer.state->Meet(observer.site);
+  if (!IsGradEnabled()) Py_RETURN_NONE;
   const auto start = std::chrono::steady_clock::now();
   bool recorded = false;
   try {
@@ -107,6 +121,17 @@ py::object MakeObserver(py::object buffer, py::object state, int64_t site, int64
   return py::reinterpret_steal<py::object>(PyCFunction_New(&see_definition, self.ptr()));
 }
 
+void MeetMany(CaptureState& state, int64_t first, int64_t num_sites) {
+  const auto known = static_cast<int64_t>(state.is_in_order.size());
+  if (first < 0 || num_sites < 0 || first > known - num_sites) throw py::value_error("there is no such site");
+  for (int64_t site = first; site < first + num_sites; ++site) state.Meet(site);
+}
+
+void ForgetOrder(CaptureState& state) {
+  for (const int64_t site : state.order) state.is_in_order[site] = 0;
+  state.order.clear();
+}
+
 // Whether homes[i][keys[i]] is found[i], for every i.
 bool AllInPlace(const py::list& homes, const py::list& keys, const py::list& found) {
   const Py_ssize_t count = PyList_GET_SIZE(homes.ptr());
@@ -128,6 +153,8 @@ void BindObserve(py::module_& m) {
         auto state = std::make_unique<CaptureState>();
         state->direct = py::reinterpret_steal<py::bytearray>(PyByteArray_FromStringAndSize(nullptr, num_sites));
         std::fill_n(PyByteArray_AS_STRING(state->direct.ptr()), num_sites, 0);
+        state->is_in_order.resize(num_sites, 0);
+        state->order.reserve(num_sites);
         return state;
       }))
       .def_readwrite("active", &CaptureState::active)
@@ -135,6 +162,9 @@ void BindObserve(py::module_& m) {
       .def_readwrite("num_threads", &CaptureState::num_threads)
       .def_readwrite("seconds", &CaptureState::seconds)
       .def_readonly("direct", &CaptureState::direct)
+      .def_readonly("order", &CaptureState::order)
+      .def("meet", &MeetMany)
+      .def("forget_order", &ForgetOrder)
       .def("forget", [](CaptureState& state) { state.last = py::none(); });
   m.def("make_observer", &MakeObserver);
   m.def("all_in_place", &AllInPlace);

@@ -1,7 +1,7 @@
 """The loop of train.py without pyscan: nothing differs but the lines that say `scan`.
 
-    python examples/train_plain.py --steps 500 -o runs/mine
-    python -m pyscan run examples/train_plain.py --steps 500 -o runs/mine      (scanned all the same)
+python examples/train_plain.py --steps 500 -o runs/mine
+python -m pyscan run examples/train_plain.py --steps 500 -o runs/mine      (scanned all the same)
 """
 
 from __future__ import annotations

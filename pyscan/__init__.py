@@ -15,6 +15,7 @@ __all__ = [
     "ScanError",
     "ScanFormatError",
     "Scanner",
+    "Watch",
     "__version__",
     "attach",
     "is_absent",
@@ -29,6 +30,7 @@ _HOMES = {
     "ScanError": "pyscan.errors",
     "ScanFormatError": "pyscan.errors",
     "Scanner": "pyscan.scanner",
+    "Watch": "pyscan.watch",
     "attach": "pyscan.scanner",
     "is_absent": "pyscan.codecs",
     "open": "pyscan.reader",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from pyscan.reader import open
     from pyscan.run import Run
     from pyscan.scanner import Scanner, attach
+    from pyscan.watch import Watch
 
 
 def __getattr__(name: str) -> Any:

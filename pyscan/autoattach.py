@@ -196,7 +196,7 @@ def _call_after(loader: Loader, call: Callable[[ModuleType], None]) -> None:
 
     def exec_module(module: ModuleType) -> None:
         original(module)
-        del loader.exec_module  # type: ignore[method-assign]
+        del loader.exec_module
         call(module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -61,6 +61,7 @@ class Capture:
         def see(x: Tensor) -> None:
             if self.state.active:
                 start = _clock()
+                self.state.meet(site, 1)
                 self._careful(site, x)
                 self.state.seconds += _clock() - start
 
@@ -78,7 +79,11 @@ class Capture:
 
     def rows(self, site: int, x: Tensor, ends: Tensor | None) -> None:
         """Rows of `x` met `site`, or with `ends` range e of them met site + e."""
-        if not self.state.active or not _is_grad_enabled() or self._is_recompute(site):
+        if not self.state.active:
+            return
+        if _graph_task() == -1:
+            self.state.meet(site, 1 if ends is None else len(ends))
+        if not _is_grad_enabled() or self._is_recompute(site):
             return
         start = _clock()
         plain = _plain(x)

@@ -1,7 +1,8 @@
 """The `pyscan` program: parse the command line, run one verb, turn its errors into one line and an exit status.
 
-Exit status 0 is success, 1 "the file is damaged" (check), 2 a mistake of the user, 130 Ctrl-C, 141 a reader of our
-output that went away (`| head`). Anything else that goes wrong is a bug and shows its traceback.
+Exit status 0 is success, 1 "the file is damaged" (check) or "something was wrong in the run" (health), 2 a mistake of
+the user, 130 Ctrl-C, 141 a reader of our output that went away (`| head`). Anything else that goes wrong is a bug
+and shows its traceback.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pyscan.watch import Watch
+
 Event = dict[str, Any]
 
 
@@ -23,6 +25,7 @@ class ScanConfig:
     resume: bool = False
     metadata: Mapping[str, Any] | None = None
     on_event: Callable[[Event], None] | None = None
+    watch: Watch | bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("block", 0), ("every", 1)):
@@ -35,3 +38,5 @@ class ScanConfig:
             raise TypeError(f"mask names a keyword of the model's forward, got {type(self.mask).__name__}")
         if self.on_event is not None and not callable(self.on_event):
             raise TypeError(f"on_event must be callable, got {type(self.on_event).__name__}")
+        if not isinstance(self.watch, Watch | bool):
+            raise TypeError(f"watch must be True, False or a pyscan.Watch, got {type(self.watch).__name__}")

@@ -74,6 +74,10 @@ class GradientReader:
         """Read what the step has not read yet; returns the sites that were read so late."""
         return [site for weight in self.state.read_rest() for site, _ in self.weights[weight].members]
 
+    def order(self) -> list[int]:
+        """The sites in the order in which their gradients first came in this step, the loss's neighbours first."""
+        return [site for weight in self.state.order for site, _ in self.weights[weight].members]
+
     def next_step(self) -> None:
         """The row is closed: what was counted is what to expect."""
         self.state.next_step()

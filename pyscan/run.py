@@ -153,6 +153,15 @@ class Run(ABC):
 
         return export.to_pandas(self)
 
+    def grad_check(self) -> dict[str, Array]:
+        """For every row, how many weights had a gradient, one of 0, none, or one that is not finite.
+
+        The names are those of dashboards: `grad_check/ok_params`, `zero_params`, `none_params`, `nan_params`.
+        """
+        from pyscan import grad_check
+
+        return grad_check.run_counts(self)
+
     def follow(self, poll_seconds: float = 1.0) -> Iterator[slice]:
         """Yield the rows there are now, then new ones as they come, as slices for `steps=`. It never ends."""
         seen = len(self.steps)

@@ -32,14 +32,17 @@ from pyscan.config import Event, ScanConfig
 from pyscan.format import ROW_RESUMED
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
+from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
 from pyscan.latest import Row, param_stats
+from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
 from pyscan.silence import Silence
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
+from pyscan.watch import Watch
 from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
 
 _clock = time.perf_counter
@@ -63,6 +66,7 @@ def attach(
     resume: bool = False,
     metadata: Mapping[str, Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    watch: Watch | bool = True,
 ) -> Scanner:
     """Scan every weight of `model` at every step, into the file `path` (None: into memory, as `scan.rows`).
 
@@ -75,11 +79,12 @@ def attach(
     budget      share of the step time the scanner may take, for instance 0.01; raises `every` until it holds
     resume      continue an existing file
     on_event    called with each event (a dict) as it happens
+    watch       alarms about finished rows, as events; False: none, or a `pyscan.Watch` with other limits
     """
-    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event)
+    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for step_aside in list(before_attach):
+    for step_aside in before_attach:
         step_aside(model)
     _refuse_other_devices(model)
     threads.borrow()
@@ -112,7 +117,7 @@ class Scanner:
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
-        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends)
+        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
         self._announce()
 
@@ -137,6 +142,16 @@ class Scanner:
         row, buffer = self._latest
         stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
+
+    def grad_check(self) -> dict[str, int]:
+        """How many weights of the newest row have a gradient, one of 0, none, or one that is not finite.
+
+        Made for dashboards: `wandb.log(scan.grad_check())` logs `grad_check/ok_params` and its three companions.
+        """
+        if self._latest is None:
+            return {}
+        row, buffer = self._latest
+        return row_counts(buffer.layout.schema.sites, row.cells)
 
     def coverage(self) -> dict[str, str]:
         """For every parameter of two or more dimensions: "scanned", or what is not recorded of it and why."""
@@ -172,7 +187,7 @@ class Scanner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step of a checkpoint; later rows of the abandoned timeline are void.
 
-        The first step from here on has a row in any case (if it is not scanned, of absent cells): it is what voids them.
+        The first step from here on has a row in any case, of absent cells if it is not scanned: it is what voids them.
         """
         saved = Checkpoint.from_state(state)
         differences = saved.differences(self._checkpoint())
@@ -205,6 +220,11 @@ class Scanner:
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
+        if not self._off:
+            try:
+                self._lookout.finish()
+            except Exception as error:
+                self._fail(error)
         self._off = True
         self._steps.remove()
         self._unwatch_sites()
@@ -262,6 +282,13 @@ class Scanner:
             sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
         )
         self._endings.append(self._gradients.remove)
+        self._lookout = Lookout(
+            self.schema.sites,
+            self.config.watch,
+            meetings=self._capture.state,
+            arrivals=self._gradients.order,
+            announce=lambda event: self._event(**event),
+        )
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
@@ -290,6 +317,7 @@ class Scanner:
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         self._capture.set_mask(mask)
+        self._lookout.forward_begins()
 
     def _step_begins(self, unscaled: bool) -> None:
         try:
@@ -333,8 +361,11 @@ class Scanner:
                 )
                 self._keep(row)
                 self._say_resumed()
+                if is_due:
+                    self._lookout.row(row)
                 if is_due and not self._silence.done:
                     self._silence.explain(cells)
+        self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
         self._capture.forget()
@@ -393,12 +424,14 @@ class Scanner:
         self._capture.state.seconds = self._gradients.state.seconds = 0.0
         self._row_start = now
         if change is not None:
-            self._event("every", site=None, **change)
+            self._event("every", **dict[str, Any](change))
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
+        if self._off or self._paused:
+            return False
         is_chosen = self._step % self._budget.every == 0 or self._resumed is not None
-        return not self._off and not self._paused and is_chosen
+        return is_chosen or self._lookout.wants(self._step)
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()
@@ -417,11 +450,11 @@ class Scanner:
 
     # Events and errors
 
-    def _event(self, kind: str, *, site: str | None = None, **fields: Any) -> None:
-        event = {"kind": kind, "step": self._step, "site": site, **fields}
+    def _event(self, kind: str, *, site: str | None = None, step: int | None = None, **fields: Any) -> None:
+        event = {"kind": kind, "step": self._step if step is None else step, "site": site, **fields}
         self.events.append(event)
         if self._writer is not None:
-            self._writer.event(kind, self._step, site=site, **fields)
+            self._writer.event(**event)
         if self.config.on_event is not None:
             try:
                 self.config.on_event(event)

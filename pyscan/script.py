@@ -75,7 +75,7 @@ def _code(loader: importlib.abc.InspectLoader, name: str) -> CodeType:
 def _new_main() -> ModuleType:
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
-    main.__dict__["__annotations__"] = {}
+    main.__annotations__ = {}
     return main
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `pyscan.attach` from a `pyscan.toml` and from `PYSCAN_*` variables, for jobs whose code stays as it is.
+"""The arguments of `pyscan.attach` from a `pyscan.toml` and `PYSCAN_*` variables, for jobs whose code stays as it is.
 
 Receives a file and an environment; hands on keyword arguments for `attach`, checked, with every mistake named after the
 place it stands in. A variable counts more than the file.
@@ -67,8 +67,8 @@ def _value(name: str, text: str) -> Any:
     """What a variable says: names and patterns are text, switches are words or 0 and 1, the rest is JSON."""
     if name in _TEXTS and not text.startswith("["):
         return text
-    if name in _SWITCHES:
-        return _WORDS.get(text.lower(), text)
+    if name in _SWITCHES and text.lower() in _WORDS:
+        return _WORDS[text.lower()]
     try:
         return json.loads(text)
     except ValueError:
@@ -111,6 +111,13 @@ def _function(value: Any) -> Any:
     return call
 
 
+def _watch(value: Any) -> Any:
+    """A switch, or the limits of a pyscan.Watch."""
+    from pyscan.watch import Watch
+
+    return value if isinstance(value, bool) else Watch(**value)
+
+
 # For each argument of attach: the check, and what it wants, in words.
 _CHECKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "path": (_is(str), "the name of a file"),
@@ -124,7 +131,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "resume": (_is(bool), "true or false"),
     "metadata": (_is(dict), "a table"),
     "on_event": (_function, "a function as package.module:function"),
+    "watch": (_watch, "true, false or a table of limits as pyscan.Watch takes them"),
 }
-_SWITCHES = {"rows", "resume"}
+_SWITCHES = {"rows", "resume", "watch"}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TEXTS = {"path", "include", "exclude", "mask", "on_event"}

@@ -19,19 +19,22 @@ OptimizerLike = Any  # an Optimizer, or a wrapper with one in `.optimizer`
 
 
 class StepWatch:
-    """Follows the optimizers of one scanner. `on_begin(unscaled)` and `on_end(scale, skipped)` must not raise."""
+    """Follows the optimizers of one scanner. The three callbacks must not raise."""
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         on_begin: Callable[[bool], None],
         on_end: Callable[[float | None, bool], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
         self.optimizers = optimizers
         self._on_begin = on_begin
         self._on_end = on_end
+        self._on_error = on_error
         self._scale: float | None = None
         self._in_scaler = False
+        self._skipped = False  # by one of the optimizers of this step
         self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
         _watches.add(self)
@@ -63,11 +66,19 @@ class StepWatch:
 
     def scaler_begins(self, scaler: GradScaler) -> None:
         self._in_scaler = True
-        self._scale = scaler.get_scale() if scaler.is_enabled() else None
+        try:
+            self._scale = scaler.get_scale()
+        except Exception as error:
+            self._on_error(error)
 
-    def scaler_ends(self, optimizer: Optimizer, skipped: bool) -> None:
+    def scaler_ends(self, scaler: GradScaler, optimizer: OptimizerLike) -> None:
         self._in_scaler = False
-        if optimizer is self.optimizers[-1]:
+        try:
+            self._skipped |= _found_inf(scaler, optimizer)
+        except Exception as error:
+            self._on_error(error)
+        if _inner(optimizer) is self.optimizers[-1]:
+            skipped, self._skipped = self._skipped, False
             self._on_end(self._scale, skipped)
 
     def scaler_failed(self) -> None:
@@ -108,7 +119,7 @@ def unwrap_all(optimizer: OptimizerLike | Iterable[OptimizerLike] | None) -> lis
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
 
-def _found_inf(scaler: GradScaler, optimizer: Optimizer) -> bool:
+def _found_inf(scaler: GradScaler, optimizer: OptimizerLike) -> bool:
     """Whether the scaler saw a non-finite gradient; its own record of the step, kept until update()."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return any(bool(value) for value in found.values())
@@ -133,7 +144,7 @@ def _wrap_scalers() -> None:
                 watch.scaler_failed()
             raise
         for watch in watches:
-            watch.scaler_ends(inner, _found_inf(self, optimizer))
+            watch.scaler_ends(self, optimizer)
         return result
 
     step._pyscan = True  # type: ignore[attr-defined]

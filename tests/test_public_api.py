@@ -20,6 +20,7 @@ def test_the_public_names_are_these() -> None:
         "ScanError",
         "ScanFormatError",
         "Scanner",
+        "Watch",
         "__version__",
         "attach",
         "is_absent",
@@ -66,7 +67,19 @@ def imports_of(path: Path) -> set[str]:
 # The writing side knows torch; the reading side does not, nor the other way round: they meet in schema and codecs.
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
-WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
+READING += ["watch", "alarms", "levels", "first_bad", "health", "grad_check"]
+WRITING = [
+    "scanner",
+    "hooks",
+    "capture",
+    "gradients",
+    "accumulate",
+    "forward",
+    "steps",
+    "functional",
+    "sites",
+    "lookout",
+]
 
 
 @pytest.mark.parametrize("module", READING)

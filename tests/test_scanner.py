@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import pyscan
 from pyscan.latest import Row
+from pyscan.writer import SKIPPED
 from tests import families, link
 
 BLOCK = 16
@@ -694,3 +695,33 @@ def test_paused_steps_have_no_rows() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert [row.step for row in scan.rows] == [1, 3, 4]
+
+
+def test_a_step_that_one_of_two_optimizers_skips_is_marked_skipped() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (first, second)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pyscan.attach(nn.Sequential(first, second), optimizer=optimizers) as scan:
+        for overflow in (False, True, False):
+            for module in (first, second):
+                loss = module(torch.ones(2, 4)).sum()
+                scaler.scale(loss * torch.inf if overflow and module is first else loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        assert [row.flags & SKIPPED for row in scan.rows] == [0, SKIPPED, 0]
+
+
+def test_a_scaler_that_keeps_no_record_of_its_steps_turns_the_scanner_off_and_nothing_else() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with pyscan.attach(model, optimizer=optimizer) as scan:
+        scaler.get_scale = None  # type: ignore[method-assign]
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        before = model.weight.detach().clone()
+        with pytest.warns(RuntimeWarning, match="turned itself off"):
+            scaler.step(optimizer)
+    assert not torch.equal(model.weight, before)
+    assert scan.events[-1]["kind"] == "off"

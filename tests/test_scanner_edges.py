@@ -87,7 +87,7 @@ def test_a_forward_that_only_computes_shapes_leaves_the_scan_on() -> None:
         want = model(torch.ones(4, 8), keep=keep)["loss"]
         want.backward()
         scan.step()
-    assert [event["kind"] for event in scan.events] == ["attached"]
+    assert [event["kind"] for event in scan.events] == ["attached", "execution_order"]
     assert scan.rows[0].loss == pytest.approx(want.item())
 
 

@@ -136,10 +136,10 @@ def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> 
         messages = [str(w.message) for w in caught if "pyscan" in str(w.message)]
     assert len(messages) == 1
     assert "turned itself off at step 2: RuntimeError: planted" in messages[0]
-    assert [event["kind"] for event in seen] == ["attached", "off"]
+    assert [event["kind"] for event in seen] == ["attached", "execution_order", "off"]
     run = pyscan.open(tmp_path / "run.mscan")
     assert run.steps["step"].tolist() == [1]
-    assert [event["kind"] for event in run.events] == ["attached", "off"]
+    assert [event["kind"] for event in run.events] == ["attached", "execution_order", "off"]
 
 
 @pytest.mark.parametrize("where", ["set_grad", "take"])

@@ -9,6 +9,7 @@ from pyscan.commands.demo import Demo
 from pyscan.commands.diff import Diff
 from pyscan.commands.doctor import Doctor
 from pyscan.commands.export import Export
+from pyscan.commands.health import HealthVerb
 from pyscan.commands.import_ import Import
 from pyscan.commands.info import Info
 from pyscan.commands.merge import Merge
@@ -18,4 +19,18 @@ from pyscan.commands.show import Show
 
 __all__ = ["VERBS", "UserError", "Verb"]
 
-VERBS: tuple[type[Verb], ...] = (Demo, Run, Info, Show, Diff, Check, Repair, Compact, Merge, Export, Import, Doctor)
+VERBS: tuple[type[Verb], ...] = (
+    Demo,
+    Run,
+    Info,
+    Show,
+    HealthVerb,
+    Diff,
+    Check,
+    Repair,
+    Compact,
+    Merge,
+    Export,
+    Import,
+    Doctor,
+)

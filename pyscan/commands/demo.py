@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyscan.commands.base import UserError, Verb, open_run
+from pyscan.commands.health import HealthVerb
 
 if TYPE_CHECKING:
     from pyscan.demo import Outcome
@@ -79,6 +80,7 @@ def _report(outcome: Outcome) -> None:
         print()
         _print_sites(run)
         _print_loss(run)
+    HealthVerb().run(argparse.Namespace(scan=outcome.scan, json=False))
     tables.print_line(_cost_line(outcome.cost))
     checkpoint = [("checkpoint", str(outcome.checkpoint), "")] if outcome.checkpoint else []
     size = f"{outcome.scan}  ({_size(outcome.scan)})"
@@ -94,8 +96,8 @@ def _size(path: Path) -> str:
 
 def _next(outcome: Outcome) -> list[str]:
     scan = outcome.scan
-    more = f"pyscan demo --steps 1000 -o {scan.parent} --resume"
-    return [f"pyscan info {scan}", f"pyscan show {scan} --top 10", f"pyscan check {scan}", more]
+    verbs = f"info {scan}", f"show {scan} --top 10", f"check {scan}", f"health {scan}"
+    return [f"pyscan {verb}" for verb in (*verbs, f"demo --steps 1000 -o {scan.parent} --resume")]
 
 
 def _print_sites(run: Run) -> None:
@@ -105,7 +107,7 @@ def _print_sites(run: Run) -> None:
 
     cells = summarize(run, list(run.sites), row=len(run.steps) - 1, buckets=12)
     levels = {cell.site: _level(run, cell) for cell in cells}
-    cells = sorted((cell for cell in cells if levels[cell.site] is not None), key=lambda cell: -(levels[cell.site] or 0))
+    cells = sorted((cell for cell in cells if levels[cell.site]), key=lambda cell: levels[cell.site], reverse=True)
     shown = cells if len(cells) <= 2 * SHOWN else [*cells[:SHOWN], *cells[-SHOWN:]]
     columns = [tables.Column("site", right=False, is_name=True), tables.Column("input per feature")]
     columns += [tables.Column("over time", right=False, style="cyan"), tables.Column("gradient norm")]
@@ -125,11 +127,11 @@ def _print_sites(run: Run) -> None:
     tables.print_table(columns, rows, sections=[SHOWN - 1] if len(shown) < len(cells) else [])
 
 
-def _level(run: Run, cell: CellSummary) -> float | None:
-    """Root mean square of the inputs of a site at the last step: its norm without the number of tokens and features."""
+def _level(run: Run, cell: CellSummary) -> float:
+    """Root mean square of the inputs of a site at the last step; 0 if there were none."""
     norm, tokens = cell.channels["act"].norm, int(run.steps["tokens"][-1])
     width = next(site.shape[1] for site in run.sites if site.name == cell.site)
-    return None if norm is None or not tokens else norm / math.sqrt(tokens * width)
+    return 0.0 if norm is None or not tokens else norm / math.sqrt(tokens * width)
 
 
 def _print_loss(run: Run) -> None:
@@ -137,14 +139,14 @@ def _print_loss(run: Run) -> None:
 
     steps = run.steps
     tokens = f"{int(steps['tokens'].sum()):,} tokens in {text.plural(len(steps), 'scanned step')}"
-    tables.print_line(f"loss {steps['loss'][0]:.3f} at step {steps['step'][0]}, {steps['loss'][-1]:.3f} at step "
-                      f"{steps['step'][-1]} · {tokens}")  # fmt: skip
+    first, last = (f"{steps['loss'][i]:.3f} at step {steps['step'][i]}" for i in (0, -1))
+    tables.print_line(f"loss {first}, {last} · {tokens}")
 
 
 def _cost_line(cost: Cost | None) -> str:
     if cost is None:
         return "overhead not measured: too few steps"
     return (
-        f"overhead {cost.median:+.1%} of the step time: median over {cost.num_paused} steps with the scanner paused, each "
-        f"beside the two around it (p20 {cost.p20:+.1%}, p80 {cost.p80:+.1%})"
+        f"overhead {cost.median:+.1%} of the step time: median over {cost.num_paused} steps with the scanner paused, "
+        f"each beside the two around it (p20 {cost.p20:+.1%}, p80 {cost.p80:+.1%})"
     )

@@ -1,0 +1,90 @@
+"""The watch over a scan that is running: gives each finished row to the rules and announces what they find.
+
+Receives rows, and the order in which the step met its sites and got their gradients; hands on events, and says which
+steps are to be recorded in more detail after an alarm. The order itself is announced once, so that whoever reads the
+file can tell what came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pyscan.alarms import Event
+from pyscan.first_bad import Orders
+from pyscan.latest import Row
+from pyscan.schema import SiteInfo
+from pyscan.watch import RowWatch, Watch
+
+ORDER = "execution_order"
+
+
+class Meetings(Protocol):
+    """Who notes the sites in the order in which a forward meets them: the capture state of the scanner."""
+
+    @property
+    def order(self) -> list[int]: ...
+    def forget_order(self) -> None: ...
+
+
+class Lookout:
+    """Rules, or none (`watch=False`), over the rows of one list of sites."""
+
+    def __init__(
+        self,
+        sites: Sequence[SiteInfo],
+        watch: Watch | bool,
+        *,
+        meetings: Meetings,
+        arrivals: Callable[[], list[int]],
+        announce: Callable[[Event], None],
+    ) -> None:
+        self._meetings = meetings
+        self._arrivals = arrivals
+        self._announce = announce
+        limits = watch if isinstance(watch, Watch) else Watch()
+        self._rules = RowWatch(sites, limits, self._orders) if watch else None
+        self._detail = limits.detail
+        self._detail_until = -1
+        self._known: Orders | None = None  # as of the first row with gradients
+        self._is_first_forward = True
+        self._last_step = 0
+
+    def forward_begins(self) -> None:
+        """A forward with gradients: the first of a step is the one whose order counts, not a generate() before it."""
+        if self._is_first_forward:
+            self._is_first_forward = False
+            self._meetings.forget_order()
+
+    def row(self, row: Row) -> None:
+        """Look at a finished row."""
+        if self._known is None and (backward := self._arrivals()):
+            self._known = Orders(self._meetings.order, backward)
+            self._announce({"kind": ORDER, "step": row.step, "site": None, **self._known._asdict()})
+        self._last_step = row.step
+        if self._rules is not None:
+            self._tell(self._rules.see(row.step, row.cells, row.loss, row.flags))
+
+    def step_ends(self) -> None:
+        """Whether or not the step had a row."""
+        self._is_first_forward = True
+        self._meetings.forget_order()
+
+    def finish(self) -> None:
+        """No row will follow."""
+        if self._rules is not None:
+            self._tell(self._rules.finish(self._last_step))
+
+    def wants(self, step: int) -> bool:
+        """Whether an alarm asks for a row of this step, whatever `every` says."""
+        return step <= self._detail_until
+
+    def _orders(self) -> Orders:
+        """Of the step whose row is looked at; at the end of a run there is none, and the first one serves."""
+        now = Orders(self._meetings.order, self._arrivals())
+        return now if now.forward or self._known is None else self._known
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            self._detail_until = event["step"] + self._detail
+            self._announce(event)
