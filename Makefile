@@ -26,8 +26,8 @@ $(VENV)/.built: $(VENV)/.tools $(SOURCES) pyproject.toml
 
 build: $(VENV)/.built  ## Build the compiled core in place
 
-demo: build  ## Look at this machine and check the engine on it
-	$(BIN)/pyscan doctor
+demo: build  ## Train a small language model, scanned, and show what was seen; two minutes
+	$(BIN)/pyscan demo
 
 test: build  ## The tests that take minutes in all; every benchmark runs once
 	$(PYTEST) -m "not slow"

@@ -41,7 +41,7 @@ class AutoAttach:
     def start(self) -> None:
         """Before the program begins. torch is not imported for it: the program may want to set it up first."""
         after_import("torch.optim.optimizer", self._torch_arrived)
-        after_import("pyscan.scanner", lambda scanner: scanner.before_attach.append(self._step_aside))
+        after_import("pyscan.scanner", self._watch_attach)
         atexit.register(self._finish)
 
     # What happens in the program
@@ -91,11 +91,11 @@ class AutoAttach:
 
         owned = {id(p) for p in model.parameters()}
         followed = [optimizer for optimizer in optimizers if owned & _parameters(optimizer)]
-        scanner.before_attach.remove(self._step_aside)
+        self._leave_attach()
         try:
             self._scan = scanner.attach(model, optimizer=followed, **self._settings)
         finally:
-            scanner.before_attach.append(self._step_aside)
+            self._watch_attach(scanner)
         self._finish_first()
         names = ", ".join(type(optimizer).__name__ for optimizer in followed)
         sites = text.plural(len(self._scan.schema.sites), "site")
@@ -112,6 +112,7 @@ class AutoAttach:
     def _step_aside(self, model: nn.Module) -> None:
         """The program calls pyscan.attach: its scan comes first."""
         ours, self._scan = self._scan, None
+        self._leave_attach()
         self._end_watching()
         if ours is not None:
             ours.close()
@@ -124,7 +125,7 @@ class AutoAttach:
         elif not self._done:
             say("nothing was scanned: no forward with gradients came after an optimizer was built")
 
-    # Changes to torch
+    # Changes to torch, and to attach
 
     def _replace(self, owner: type, name: str, new: Callable[..., Any]) -> None:
         original = getattr(owner, name)
@@ -132,6 +133,14 @@ class AutoAttach:
         new.__doc__, new.__qualname__ = original.__doc__, original.__qualname__
         setattr(owner, name, new)
         self._undo.append(lambda: setattr(owner, name, original))
+
+    def _watch_attach(self, scanner: ModuleType) -> None:
+        scanner.before_attach.append(self._step_aside)
+
+    def _leave_attach(self) -> None:
+        from pyscan import scanner
+
+        scanner.before_attach[:] = [call for call in scanner.before_attach if call != self._step_aside]
 
     def _end_watching(self) -> None:
         self._done = True

@@ -32,6 +32,7 @@ def load_example() -> ModuleType:
     """examples/train.py: inside the package where it is installed, beside it in a checkout."""
     for library in _LIBRARIES:
         need(library, "demo")
+    need("transformers", "demo").utils.logging.disable_progress_bar()
     here = Path(__file__).parent
     path = next(p for p in (here / "examples" / "train.py", here.parent / "examples" / "train.py") if p.exists())
     spec = importlib.util.spec_from_file_location("pyscan_demo_train", path)

@@ -1,7 +1,7 @@
 """What the scanner costs, measured in the run itself: every third step is taken with the scanner paused.
 
 Receives a scanner and its optimizer and times the steps between them; hands on how much longer a scanned step took than
-the paused one between the same two neighbours, so that whatever slows the machine for a while slows both.
+the paused one beside it, so that whatever slows the machine for a while slows both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Cost:
     median: float
     p20: float
     p80: float
-    num_paused: int  # paused steps, each compared with the two scanned ones around it
+    num_paused: int  # paused steps, each compared with the scanned one before and with the one after
 
 
 class Interleaved:
@@ -65,8 +65,9 @@ class Interleaved:
         """None as long as no paused step stands between two scanned ones."""
         seconds = self._seconds  # [i] is the time of the step after i + 1 others
         places = [i for i in range(1, len(seconds) - 1) if self._is_paused(i + 1)]
-        ratios = sorted((seconds[i - 1] + seconds[i + 1]) / 2 / seconds[i] - 1 for i in places)
+        # One step against one: the mean of two would meet a slow moment of the machine twice as often.
+        ratios = sorted(seconds[i + side] / seconds[i] - 1 for i in places for side in (-1, 1))
         if not ratios:
             return None
         low, high = ratios[len(ratios) // 5], ratios[-1 - len(ratios) // 5]
-        return Cost(statistics.median(ratios), low, high, len(ratios))
+        return Cost(statistics.median(ratios), low, high, len(places))

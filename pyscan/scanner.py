@@ -84,7 +84,7 @@ def attach(
     config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for step_aside in before_attach:
+    for step_aside in before_attach[:]:
         step_aside(model)
     _refuse_other_devices(model)
     threads.borrow()

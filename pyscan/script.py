@@ -45,6 +45,7 @@ def load_script(path: str) -> Program:
         raise ProgramError(f"can't open file {full!r}: [Errno {error.errno}] {error.strerror}") from None
     main = _new_main()
     main.__file__ = full
+    main.__cached__ = None  # type: ignore[attr-defined]
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", full)
     return Program(main, path, lambda: compile(source, full, "exec", dont_inherit=True))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyscan.run import Run
     from pyscan.summary import CellSummary
 
-STEPS = 150
+STEPS = 120
 HOME = Path("runs/demo")
 SHOWN = 4  # sites at either end of the table
 
@@ -139,8 +139,9 @@ def _print_loss(run: Run) -> None:
 
     steps = run.steps
     tokens = f"{int(steps['tokens'].sum()):,} tokens in {text.plural(len(steps), 'scanned step')}"
-    first, last = (f"{steps['loss'][i]:.3f} at step {steps['step'][i]}" for i in (0, -1))
-    tables.print_line(f"loss {first}, {last} · {tokens}")
+    few = max(len(steps) // 10, 1)
+    first, last = (f"{steps['loss'][part].mean():.2f}" for part in (slice(few), slice(-few, None)))
+    tables.print_line(f"loss {first} → {last}, first and last {text.plural(few, 'step')} · {tokens}")
 
 
 def _cost_line(cost: Cost | None) -> str:
