@@ -8,6 +8,7 @@ attaches by itself, nothing is done. Nothing that goes wrong here reaches the pr
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import sys
 import weakref
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def say(line: str) -> None:
-    print(f"pyscan: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # the program may have closed its stderr
+        print(f"pyscan: {line}", file=sys.stderr, flush=True)
 
 
 class AutoAttach:
