@@ -7,7 +7,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
 PYTEST := $(BIN)/pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-all bench lint format sanitize fuzz wheel clean
+.PHONY: help build demo test test-all check-gpu bench lint format sanitize fuzz wheel clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,9 +32,12 @@ demo: build  ## Train a small language model, scanned, and show what was seen; t
 test: build  ## The tests that take minutes in all; every benchmark runs once
 	$(PYTEST) -m "not slow"
 
-test-all: build wheel sanitize  ## Every promise, also those that take long to prove
+test-all: build wheel sanitize check-gpu  ## Every promise, also those that take long to prove
 	$(PYTEST) -m slow
 	tests/check_wheel.sh
+
+check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load width, spills, registers, instructions
+	$(BIN)/python -m tests.gpu.check_compiled
 
 bench: build  ## Benchmarks, with timing
 	$(PYTEST) benchmarks --benchmark-enable --benchmark-only -s

@@ -18,9 +18,12 @@ __all__ = [
     "Watch",
     "__version__",
     "attach",
+    "check_grad_flow",
+    "check_init",
     "is_absent",
     "open",
     "reduce",
+    "trace_nonfinite",
 ]
 
 # public name -> the module that defines it, imported at first use
@@ -32,15 +35,21 @@ _HOMES = {
     "Scanner": "pyscan.scanner",
     "Watch": "pyscan.watch",
     "attach": "pyscan.scanner",
+    "check_grad_flow": "pyscan.flow",
+    "check_init": "pyscan.init_check",
     "is_absent": "pyscan.codecs",
     "open": "pyscan.reader",
     "reduce": "pyscan.engine",
+    "trace_nonfinite": "pyscan.nonfinite",
 }
 
 if TYPE_CHECKING:
     from pyscan.codecs import ABSENT, is_absent
     from pyscan.engine import reduce
     from pyscan.errors import ScanError, ScanFormatError
+    from pyscan.flow import check_grad_flow
+    from pyscan.init_check import check_init
+    from pyscan.nonfinite import trace_nonfinite
     from pyscan.reader import open
     from pyscan.run import Run
     from pyscan.scanner import Scanner, attach

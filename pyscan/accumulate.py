@@ -1,12 +1,12 @@
 """The row of one step: every observation of a site goes to its cells, in the order of the file.
 
 Receives tensors with the slot they belong to, has the engine add them up where they are, and hands on one float64 row
-per step. Here the CPU engine; another engine offers the same methods.
+per step. Here what engines have in common, and the CPU engine; device_buffer.py is that of GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pyscan import _C
+from pyscan.closing import Closing, Finished
 from pyscan.engine import DTYPES
 from pyscan.schema import Channel, Layout, Schema, SiteInfo
 from pyscan.sites import Site
@@ -48,28 +49,27 @@ def site_info(site: Site) -> SiteInfo:
     )
 
 
-class StepBuffer:
-    """Slots for the input and for the gradient of every site. Site i has input slot i."""
+class RowCells:
+    """Where the cells of a row are, and the slots that fill them. Site i has slot i for its input; gradients follow."""
 
     def __init__(self, sites: Sequence[Site], schema: Schema) -> None:
         self.layout = Layout(schema)
+        self.num_threads = torch.get_num_threads()  # of the CPU
         self._firsts = np.concatenate([[0], np.cumsum(self.layout.num_cells)]).tolist()
         self._num_sites = len(sites)
         self._num_features = [site.shape[1] for site in sites]
         self._has_rows = ROWS in self.layout.channel_index
-        self.num_threads = torch.get_num_threads()
-        slots = [self._slot(i, site, "act") for i, site in enumerate(sites)]
-        slots += [self._slot(i, site, "grad") for i, site in enumerate(sites)]
+        self._slots = [self._slot(i, site, "act") for i, site in enumerate(sites)]
+        self._slots += [self._slot(i, site, "grad") for i, site in enumerate(sites)]
         if self._has_rows:
-            slots += [self._slot(i, site, ROWS) for i, site in enumerate(sites)]
-        self._native = _C.StepBuffer(self._firsts[-1], slots)
+            self._slots += [self._slot(i, site, ROWS) for i, site in enumerate(sites)]
         self._tied = [
             (i, self.layout.site_index[site.tied_to]) for i, site in enumerate(sites) if site.tied_to is not None
         ]
 
     @property
     def num_cells(self) -> int:
-        return self._native.num_cells
+        return int(self._firsts[-1])
 
     def cells(self, channel: str, site: int) -> slice:
         """Where the site's cells of a channel stand in a row."""
@@ -91,6 +91,34 @@ class StepBuffer:
         )
         return width, 0, by_rows, cells.stop - cells.start, cells.start, absmax, bad, pass_name == "grad"
 
+    def grad_slots(self, site: int) -> list[int]:
+        """The slots that a gradient of the site fills."""
+        first = self._num_sites + site
+        return [first, first + self._num_sites] if self._has_rows else [first]
+
+    def observed(self, row: NDArray[np.float64], channel: str, site: int) -> bool:
+        """Whether a finished row has the site in this channel."""
+        return not (row[self.cells(channel, site)] < 0).all()
+
+    def has_grads(self, row: NDArray[np.float64]) -> bool:
+        """Whether a finished row has any gradient."""
+        return any(self.observed(row, "grad", site) for site in range(self._num_sites))
+
+    def _tie(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A tied weight has the gradient of the one it is tied to."""
+        for site, source in self._tied:
+            for channel in ("grad", "grad_max", "grad_bad", *([ROWS] if self._has_rows else [])):
+                row[self.cells(channel, site)] = row[self.cells(channel, source)]
+        return row
+
+
+class StepBuffer(RowCells):
+    """The CPU engine: reads each tensor as it comes."""
+
+    def __init__(self, sites: Sequence[Site], schema: Schema) -> None:
+        super().__init__(sites, schema)
+        self._native = _C.StepBuffer(self.num_cells, self._slots)
+
     def observer(
         self, state: _C.CaptureState, site: int, careful: Callable[[Any], None]
     ) -> Callable[[torch.Tensor], None]:
@@ -98,15 +126,29 @@ class StepBuffer:
         state.num_threads = self.num_threads
         return _C.make_observer(self._native, state, site, max(self._num_features[site], 1), careful)
 
-    def add_input(self, site: int, x: torch.Tensor) -> None:
-        """Add the rows of x, whose last dimension is the site's input."""
-        x = _readable(x)
-        self._native.add(site, *_matrix(x), self.num_threads)
+    def reads(self, x: torch.Tensor) -> bool:
+        """Whether x is where this engine can read it: not if the model was moved away, or is an outline of one."""
+        return x.is_cpu
+
+    def flush(self) -> None:
+        """The forward is over; here everything is read by then."""
+
+    def masked(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The rows of x where the mask is true."""
+        return x[mask]
+
+    def add_input(self, site: int, x: torch.Tensor, *, at_once: bool = False) -> None:
+        """Add the rows of x, whose last dimension is the site's input; this engine always reads at once."""
+        if self.reads(x):
+            x = readable(x)
+            self._native.add(site, *matrix_of(x), self.num_threads)
 
     def add_ranges(self, site: int, x: torch.Tensor, ends: torch.Tensor) -> None:
         """Add row ranges of x to sites site, site + 1, ...; range e ends before row ends[e]."""
-        x = _readable(x)
-        self._native.add_ranges(site, *_matrix(x), ends.to(torch.int32).numpy(), self.num_threads)
+        if not self.reads(x):
+            return
+        x = readable(x)
+        self._native.add_ranges(site, *matrix_of(x), ends.to(torch.int32).numpy(), self.num_threads)
 
     def watch_gradients(
         self,
@@ -119,34 +161,31 @@ class StepBuffer:
         """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself."""
         return _C.GradientWatch(self._native, weights, begins, careful, gone, failed)
 
-    def grad_slots(self, site: int) -> list[int]:
-        """The slots that a gradient of the site fills."""
-        first = self._num_sites + site
-        return [first, first + self._num_sites] if self._has_rows else [first]
-
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""
-        grad = _readable(grad)
-        matrix = _matrix(grad)
+        grad = readable(grad)
+        matrix = matrix_of(grad)
         for slot in self.grad_slots(site):
             self._native.set(slot, *matrix, self.num_threads)
-
-    def observed(self, row: NDArray[np.float64], channel: str, site: int) -> bool:
-        """Whether a finished row has the site in this channel."""
-        return not (row[self.cells(channel, site)] < 0).all()
-
-    def has_grads(self, row: NDArray[np.float64]) -> bool:
-        """Whether a finished row has any gradient."""
-        return any(self.observed(row, "grad", site) for site in range(self._num_sites))
 
     def take(self, grad_scale: float) -> NDArray[np.float64]:
         """The finished row, gradients divided by `grad_scale`; absent cells are negative. The buffer starts anew."""
         row = np.empty(self.num_cells)
         self._native.take(grad_scale, row)
-        for site, source in self._tied:
-            for channel in ("grad", "grad_max", "grad_bad", *([ROWS] if self._has_rows else [])):
-                row[self.cells(channel, site)] = row[self.cells(channel, source)]
-        return row
+        return self._tie(row)
+
+    def close_row(self, closing: Closing) -> Iterable[Finished]:
+        """The row of this step, finished; other engines give earlier ones."""
+        values = [float(value) for value in closing.tensors]
+        return (Finished(closing, self.take(float(closing.scale)), values),)
+
+    def wait_rows(self) -> Iterable[Finished]:
+        """Rows that are still to come: none."""
+        return ()
+
+    def complaints(self) -> Iterable[tuple[str, int | None, str]]:
+        """What users must know and was not said yet: kind, site, text."""
+        return ()
 
 
 def to_local(x: torch.Tensor) -> torch.Tensor:
@@ -155,14 +194,14 @@ def to_local(x: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
+def readable(x: torch.Tensor) -> torch.Tensor:
     """x as the engine can address it: of one of its dtypes, contiguous or a matrix. Maybe a copy: keep it alive."""
     if x.dtype not in DTYPES:
         x = x.float()
     return x if x.is_contiguous() or x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _matrix(x: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+def matrix_of(x: torch.Tensor) -> tuple[int, int, int, int, int, int]:
     """(address, dtype, rows, cols, row stride, column stride) of a readable x with its leading dimensions flattened."""
     cols = x.shape[-1]
     if x.is_contiguous():

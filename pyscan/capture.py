@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pyscan import _C
-from pyscan.accumulate import StepBuffer, to_local
+from pyscan.accumulate import to_local
 from pyscan.engine import DTYPES
+from pyscan.engines import Buffer
 
 _clock = time.perf_counter
 _is_grad_enabled = torch.is_grad_enabled
@@ -39,7 +40,7 @@ _C.use_torch(
 class Capture:
     """Decides about each input of one scanner's sites."""
 
-    def __init__(self, buffer: StepBuffer, num_sites: int, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, buffer: Buffer, num_sites: int, on_error: Callable[[Exception], None]) -> None:
         self.state = _C.CaptureState(num_sites)  # `active`: this step is scanned; `seconds` spent since the last row
         self._buffer = buffer
         self._on_error = on_error
@@ -62,18 +63,18 @@ class Capture:
             if self.state.active:
                 start = _clock()
                 self.state.meet(site, 1)
-                self._careful(site, x)
+                self._careful(site, x, at_once=True)  # its memory is used again right after
                 self.state.seconds += _clock() - start
 
         return see
 
-    def _careful(self, site: int, x: Any) -> None:
+    def _careful(self, site: int, x: Any, *, at_once: bool = False) -> None:
         """An input that is not plain, of a grad-enabled forward."""
         try:
             plain = None if self._is_recompute(site) else _plain(x)
             if plain is not None:
                 self.forget()
-                self._buffer.add_input(site, self._masked(plain))
+                self._buffer.add_input(site, self._masked(plain), at_once=at_once)
         except Exception as error:
             self._on_error(error)
 
@@ -114,7 +115,7 @@ class Capture:
         mask = self._mask
         if mask is None or x.ndim <= mask.ndim or x.shape[: mask.ndim] != mask.shape:
             return x
-        return x[mask]
+        return self._buffer.masked(x, mask)
 
 
 def _plain(value: Any) -> Tensor | None:

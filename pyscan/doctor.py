@@ -18,14 +18,18 @@ import torch
 import pyscan
 from pyscan import _C, engine
 
+_NO_GPU = """  no GPU here: the checks above are of the CPU engine. Nothing was run on a GPU: not its kernels,
+  not its streams, not its speed. On a machine with one, this command examines all of them."""
+
 # Larger than any last-level cache met so far, so that the figures are those of memory.
 BYTES = 256 << 20
 
 
 def run(json_output: bool = False) -> int:
     """Examine, print, and return the exit status."""
-    result: dict[str, Any] = {"machine": machine(), "checks": checks(), "speed": speed()}
-    result["passed"] = all(check["passed"] for check in result["checks"])
+    result: dict[str, Any] = {"machine": machine(), "checks": checks(), "speed": speed(), "gpu": gpu()}
+    all_checks = result["checks"] + (result["gpu"]["checks"] if result["gpu"] else [])
+    result["passed"] = all(check["passed"] for check in all_checks)
     print(json.dumps(result, indent=2) if json_output else _text(result))
     return 0 if result["passed"] else 1
 
@@ -44,6 +48,15 @@ def machine() -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def gpu() -> dict[str, Any] | None:
+    """What doctor_gpu.py finds; None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    from pyscan import doctor_gpu
+
+    return doctor_gpu.examine()
 
 
 def checks() -> list[dict[str, Any]]:
@@ -129,7 +142,11 @@ def _text(result: dict[str, Any]) -> str:
         f" {row['share_of_read']:15.2f}"
         for row in result["speed"]
     ]
-    if result["machine"]["gpu"] is None:
-        lines += ["", "  no GPU here: nothing was checked on one"]
+    if result["gpu"] is None:
+        lines += ["", _NO_GPU]
+    else:
+        from pyscan import doctor_gpu
+
+        lines += ["", *doctor_gpu.lines(result["gpu"])]
     lines += ["", "PASS" if result["passed"] else "FAIL: the engine gives wrong results on this machine"]
     return "\n".join(lines)

@@ -1,18 +1,21 @@
 """The model's forward as a whole: which rows count, how many tokens there are, and what loss came out.
 
-Receives the calls of the outermost module and hands on, per step, the mean loss and the number of tokens of its
-grad-enabled forwards; during a forward, the mask named by the user.
+Receives the calls of the outermost module and hands on, per step, the losses and the number of tokens of its
+grad-enabled forwards; during a forward, the mask named by the user. Nothing here asks a tensor for its value.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pyscan.closing import Seen
 from pyscan.gradients import make_nothing, nothing
+from pyscan.graph import Graph, Target
 
 
 class ForwardWatch:
@@ -27,11 +30,14 @@ class ForwardWatch:
         on_end: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
+        self.active = True  # losses and tokens count
         self._mask = mask
         self._on_begin = on_begin
         self._on_end = on_end
         self._losses: list[Tensor] = []
         self._num_tokens: int | None = None
+        self._masked_counts: list[Tensor] = []
+        self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after, on_error)),
@@ -41,30 +47,35 @@ class ForwardWatch:
         for handle in self._handles:
             handle.remove()
 
-    def take(self) -> tuple[float | None, int | None]:
-        """Mean loss and number of tokens since the last call; None where the model does not say."""
-        losses, self._losses = self._losses, []
-        tokens, self._num_tokens = self._num_tokens, None
-        return (sum(float(loss) for loss in losses) / len(losses) if losses else None), tokens
+    def take(self) -> Seen:
+        """The losses and the number of tokens since the last call, as far as the model says them."""
+        seen = Seen(tuple(self._losses), self._num_tokens, tuple(self._masked_counts))
+        self._losses, self._num_tokens, self._masked_counts = [], None, []
+        return seen
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
             return
         mask = kwargs.get(self._mask) if self._mask else None
         mask = mask.bool() if isinstance(mask, Tensor) else None
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.ndim >= 1 and not ids.is_floating_point():
-            is_masked = mask is not None and mask.shape == ids.shape and _has_value(mask)
-            count = int(mask.sum()) if mask is not None and is_masked else ids.numel()
-            self._num_tokens = (self._num_tokens or 0) + count
+            if mask is not None and mask.shape == ids.shape and _has_value(mask):
+                self._masked_counts.append(mask.sum())
+            else:
+                self._num_tokens = (self._num_tokens or 0) + ids.numel()
         self._on_begin(mask)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not self.active or not torch.is_grad_enabled():
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss):
             self._losses.append(loss.detach())
+            if self.targets is None:
+                self.targets = []
+                with contextlib.suppress(RuntimeError):  # what is saved may be offloaded, or not be kept at all
+                    self.targets = Graph(loss).targets
         self._on_end()
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pyscan.accumulate import StepBuffer, to_local
+from pyscan.accumulate import to_local
 from pyscan.engine import DTYPES
+from pyscan.engines import Buffer
 from pyscan.sites import Site
 
 # A gradient up to this is still in a cache at the end of the backward, and costs more to call for than to read.
@@ -47,7 +48,7 @@ class GradientReader:
     def __init__(
         self,
         sites: Sequence[Site],
-        buffer: StepBuffer,
+        buffer: Buffer,
         *,
         early: bool,
         on_backward: Callable[[], None],
@@ -110,10 +111,9 @@ class GradientReader:
 
     def _store(self, weight: Weight, grad: Tensor) -> None:
         grad = _dense(grad)
-        if not grad.is_cpu:
-            return  # a model that was moved away, or is only an outline of one: nothing this engine can read
-        for index, site in weight.members:
-            self._buffer.set_grad(index, site.matrix(grad))
+        if self._buffer.reads(grad):
+            for index, site in weight.members:
+                self._buffer.set_grad(index, site.matrix(grad))
 
     def _gone(self, index: int) -> None:
         """The optimizer steps inside the backward and leaves no gradient: from now on see it before that."""

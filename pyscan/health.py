@@ -36,10 +36,14 @@ ADVICE = alarms.ADVICE | {
     "nothing_recorded": "generate() and no_grad() leave nothing to record: run one forward on the generated tokens "
     "with gradients enabled, and call backward()",
     "quantized": "load the model in bf16 to get gradients of its weights, or train LoRA adapters and scan those",
+    "init": "give the named weight the scale of its neighbours (a standard deviation of 0.02, or 1/sqrt(inputs)); "
+    "pyscan.check_init(model, batch) tests it before the first step",
     "replicas_differ": "ranks that hold the same weight must agree: look for a missing all-reduce or other seeds",
     "off": "see the text; rows after this step are missing, training itself was not touched",
 }
-_WORST_FIRST = ["nonfinite", "nothing_recorded", "no_gradient", "quantized", "exploding", "vanishing", "dead"]
+# Events that are findings by themselves.
+_TOLD = ("nothing_recorded", "init", "replicas_differ", "off")
+_WORST_FIRST = ["nonfinite", "nothing_recorded", "no_gradient", "quantized", "init", "exploding", "vanishing", "dead"]
 _WORST_FIRST += ["replicas_differ", "off", "spike"]
 
 
@@ -77,7 +81,7 @@ def judge(run: Run, limits: Watch | None = None, tick: Tick = lambda done, total
     found = _from_codes(run) if run.version == 1 else _from_rows(run, limits, orders, tick)
     if not _has_channel(run, "grad"):
         found = [event for event in found if event["kind"] != "no_gradient"]
-    found += [_told(event) for event in events if event["kind"] in ("nothing_recorded", "replicas_differ", "off")]
+    found += [_told(event) for event in events if event["kind"] in _TOLD]
     found += _quantised(run, found)
     steps = run.steps["step"]
     span = (int(steps[0]), int(steps[-1])) if len(steps) else None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pyscan.accumulate import StepBuffer
+if TYPE_CHECKING:
+    from pyscan.accumulate import RowCells
+
+ABSENT_SUM = -1.0  # in place of a sum of squares, as in csrc/step_buffer.h
 
 
 class Row(NamedTuple):
@@ -28,7 +31,7 @@ def norm(sums: NDArray[np.float64]) -> float | None:
     return float(np.sqrt(observed.sum())) if observed.size else None
 
 
-def param_stats(buffer: StepBuffer, cells: NDArray[np.float64]) -> dict[str, dict[str, Any]]:
+def param_stats(buffer: RowCells, cells: NDArray[np.float64]) -> dict[str, dict[str, Any]]:
     """Activation and gradient norm of every site, and of each of its blocks."""
     stats = {}
     for index, site in enumerate(buffer.layout.schema.sites):

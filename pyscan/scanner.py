@@ -23,18 +23,20 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import hooks, threads
-from pyscan.accumulate import StepBuffer, channels, site_info
+from pyscan import attached, hooks, threads
+from pyscan.accumulate import channels, site_info
 from pyscan.budget import Budget
 from pyscan.capture import Capture
 from pyscan.checkpoint import Checkpoint
+from pyscan.closing import Closing, Finished, Scaling
 from pyscan.config import Event, ScanConfig
-from pyscan.format import ROW_RESUMED
+from pyscan.engines import Buffer, device_of, make_buffer
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
-from pyscan.latest import Row, param_stats
+from pyscan.init_check import judge_init, weight_gains
+from pyscan.latest import ABSENT_SUM, Row, param_stats
 from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
@@ -43,7 +45,7 @@ from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
 from pyscan.watch import Watch
-from pyscan.writer import AFTER_CLIP, SKIPPED, Writer
+from pyscan.writer import Writer
 
 _clock = time.perf_counter
 
@@ -86,7 +88,6 @@ def attach(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for step_aside in before_attach[:]:
         step_aside(model)
-    _refuse_other_devices(model)
     threads.borrow()
     return Scanner(model, path, unwrap_all(optimizer), config)
 
@@ -102,13 +103,15 @@ class Scanner:
         self.rows: list[Row] = []  # every finished row, when there is no file
         self.loggers: dict[str, str] = {}  # name of a logger -> the id of its run, kept by checkpoints
         self._model = model
+        self._device = device_of(model)
         self._off = False
         self._paused = 0
-        self._latest: tuple[Row, StepBuffer] | None = None  # with the buffer that knows its cells
+        self._latest: tuple[Row, Buffer] | None = None  # with the buffer that knows its cells
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
+        self._judged = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -119,6 +122,7 @@ class Scanner:
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
+        attached.add(self)
         self._announce()
 
     # What users call
@@ -131,7 +135,7 @@ class Scanner:
             if step is not None:
                 self._step = step
             self._late += self._gradients.read_rest()
-            self._close_row(None, False, loss=loss, tokens=tokens)
+            self._close_row(None, loss=loss, tokens=tokens)
         except Exception as error:
             self._fail(error)
 
@@ -158,6 +162,11 @@ class Scanner:
         return dict(self._inventory.coverage)
 
     @property
+    def model(self) -> nn.Module:
+        """The model that is scanned."""
+        return self._model
+
+    @property
     def overhead(self) -> float:
         """The share of step time the scanner measured itself taking."""
         return self._budget.overhead
@@ -180,6 +189,7 @@ class Scanner:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to continue this scan; the rows up to here are in the file when this returns."""
+        self._wait_rows()
         if self._writer is not None:
             self._writer.flush()
         return self._checkpoint().to_state()
@@ -190,6 +200,7 @@ class Scanner:
         The first step from here on has a row in any case, of absent cells if it is not scanned: it is what voids them.
         """
         saved = Checkpoint.from_state(state)
+        self._wait_rows()
         differences = saved.differences(self._checkpoint())
         self._resumed = {"after_step": saved.step, "differences": differences}
         self._step = saved.step + 1
@@ -215,17 +226,20 @@ class Scanner:
         )
 
     def _discard_open_row(self) -> None:
-        self.buffer.take(1.0)
         self._forward.take()
+        for finished in self.buffer.close_row(Closing(self._step, is_due=False)):
+            self._finish_row(finished)
 
     def close(self) -> None:
         """Take all hooks away and finish the file. Closing twice is allowed."""
+        self._wait_rows()
         if not self._off:
             try:
                 self._lookout.finish()
             except Exception as error:
                 self._fail(error)
         self._off = True
+        attached.discard(self)
         self._steps.remove()
         self._unwatch_sites()
         if self._writer is not None:
@@ -268,7 +282,7 @@ class Scanner:
 
     def _watch_sites(self) -> None:
         sites = self._inventory.sites
-        self.buffer = StepBuffer(sites, self.schema)
+        self.buffer = make_buffer(sites, self.schema, self._device)
         self._capture = Capture(self.buffer, len(sites), self._fail)
         for index, site in enumerate(sites):
             if site.observe in ("module_input", "lookup"):
@@ -293,7 +307,7 @@ class Scanner:
             self._model,
             self.config.mask,
             on_begin=self._forward_begins,
-            on_end=self._capture.forget,
+            on_end=self._forward_ends,
             on_error=self._fail,
         )
         self._endings.append(self._forward.remove)
@@ -319,6 +333,10 @@ class Scanner:
         self._capture.set_mask(mask)
         self._lookout.forward_begins()
 
+    def _forward_ends(self) -> None:
+        self._capture.forget()
+        self.buffer.flush()
+
     def _step_begins(self, unscaled: bool) -> None:
         try:
             if self._capture.state.active and (late := self._gradients.read_rest()):
@@ -327,44 +345,40 @@ class Scanner:
         except Exception as error:
             self._fail(error)
 
-    def _step_ends(self, scale: float | None, skipped: bool) -> None:
+    def _step_ends(self, scaling: Scaling | None) -> None:
         try:
-            self._close_row(scale, skipped)
+            self._close_row(scaling)
         except Exception as error:
             self._fail(error)
 
     # The row
 
-    def _close_row(
-        self, scale: float | None, skipped: bool, *, loss: float | None = None, tokens: int | None = None
-    ) -> None:
+    def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
         if self._off:
             self._unwatch_sites()
             return
         start = _clock()
-        seen_loss, seen_tokens = self._forward.take()
+        seen = self._forward.take()
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
-            cells = self._undo_scale(self.buffer.take(scale or 1.0), scale)
-            is_due = self._is_due()
-            if self._resumed is not None and not is_due:
-                cells = self.buffer.take(1.0)  # nothing of this step: every cell is absent
-            if is_due or self._resumed is not None:
-                row = Row(
-                    step=self._step,
-                    cells=cells,
-                    tokens=seen_tokens if tokens is None else tokens,
-                    loss=seen_loss if loss is None else loss,
-                    lr=self._steps.learning_rate(),
-                    grad_scale=scale,
-                    flags=SKIPPED * skipped | AFTER_CLIP * bool(self._late) | ROW_RESUMED * bool(self._resumed),
-                )
-                self._keep(row)
-                self._say_resumed()
-                if is_due:
-                    self._lookout.row(row)
-                if is_due and not self._silence.done:
-                    self._silence.explain(cells)
+            rate, late = self._steps.learning_rate(), frozenset(self._late)
+            closing = Closing(
+                step=self._step,
+                is_due=self._is_due(),
+                seen=seen,
+                loss=loss,
+                tokens=tokens,
+                lr=rate,
+                scaling=scaling,
+                late=late,
+                late_unscaled=self._late_unscaled,
+                resumed=self._resumed,
+            )
+            self._resumed = None
+            for finished in self.buffer.close_row(closing):
+                self._finish_row(finished)
+            for kind, site, text in self.buffer.complaints():
+                self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
         self._lookout.step_ends()
         self._gradients.next_step()
         self._late = []
@@ -381,17 +395,54 @@ class Scanner:
         num_threads = torch.get_num_threads()
         self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
 
-    def _undo_scale(self, cells: NDArray[np.float64], scale: float | None) -> NDArray[np.float64]:
+    def _finish_row(self, finished: Finished) -> None:
+        """A row is there: on the CPU that of the step that ends, on a GPU one of an earlier step."""
+        closing, cells, values = finished
+        row = closing.row(cells, values)
+        if not closing.is_due and closing.resumed is None:
+            return
+        if not closing.is_due:
+            cells.fill(ABSENT_SUM)
+        elif row.grad_scale is not None and closing.late_unscaled:
+            self._undo_scale(cells, closing.late, row.grad_scale)
+        self._keep(row)
+        if closing.resumed is not None:  # before its row it would count as part of the abandoned timeline
+            self._event("resumed", step=row.step, **closing.resumed)
+        if closing.is_due:
+            self._look_at(row)
+
+    def _look_at(self, row: Row) -> None:
+        self._lookout.row(row)
+        if not self._silence.done:
+            self._silence.explain(row.cells)
+        if not self._judged:
+            self._judge_start(row.cells)
+
+    def _wait_rows(self) -> None:
+        """Finish the rows that are still to come."""
+        try:
+            for finished in self.buffer.wait_rows():
+                self._finish_row(finished)
+        except Exception as error:
+            self._fail(error)
+
+    def _judge_start(self, cells: NDArray[np.float64]) -> None:
+        """Say once, at the first row that has gradients, what is wrong with the weights the run started with."""
+        if not self.buffer.has_grads(cells):
+            return
+        self._judged = True
+        for finding in judge_init(weight_gains(self._inventory.sites), self._forward.targets or []).findings:
+            self._event("init", site=finding.site, text=finding.text, value=finding.value, limit=finding.limit)
+
+    def _undo_scale(self, cells: NDArray[np.float64], late: frozenset[int], scale: float) -> None:
         """Gradients that were read after the scaler had unscaled them must not be divided again."""
-        if scale is not None and self._late_unscaled:
-            sites = self._inventory.sites
-            names = {sites[index].name for index in self._late}
-            for index, site in enumerate(sites):
-                if (site.tied_to or site.name) in names:
-                    for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
-                        cells[self.buffer.cells(channel, index)] *= scale * scale
-                    cells[self.buffer.cells("grad_max", index)] *= scale
-        return cells
+        sites = self._inventory.sites
+        names = {sites[index].name for index in late}
+        for index, site in enumerate(sites):
+            if (site.tied_to or site.name) in names:
+                for channel in ("grad", "grad_out") if self.config.rows else ("grad",):
+                    cells[self.buffer.cells(channel, index)] *= scale * scale
+                cells[self.buffer.cells("grad_max", index)] *= scale
 
     def _keep(self, row: Row) -> None:
         self._latest = row, self.buffer
@@ -407,12 +458,6 @@ class Scanner:
             grad_scale=row.grad_scale,
             flags=row.flags,
         )
-
-    def _say_resumed(self) -> None:
-        """After the row: what is written before the first row of a new timeline counts as part of the old one."""
-        if self._resumed is not None:
-            resumed, self._resumed = self._resumed, None
-            self._event("resumed", **resumed)
 
     def _measure(self, start: float) -> None:
         now = _clock()
@@ -435,11 +480,14 @@ class Scanner:
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()
+        self._forward.active = not self._paused
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
         old = {site.name for site in self._inventory.sites}
+        self._wait_rows()
         self._unwatch_sites()
+        self._device = device_of(self._model)
         self._inventory = self._find()
         self.schema = self._schema()
         self._watch_sites()
@@ -474,16 +522,6 @@ class Scanner:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         except Warning:  # warnings are errors here, and errors are not ours to raise
             print(text, file=sys.stderr)
-
-
-def _refuse_other_devices(model: nn.Module) -> None:
-    """Addresses on another device are not the CPU engine's to read."""
-    for name, parameter in model.named_parameters():
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ValueError(
-                f"{name!r} is on device {parameter.device.type!r}, for which there is no engine yet: "
-                "pyscan scans models on the CPU"
-            )
 
 
 def _bare(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from pyscan.accumulate import StepBuffer
+from pyscan.accumulate import RowCells
 from pyscan.sites import Inventory
 
 _UNSEEN = "its input was not seen; its module was not called, or ran inside a compiled region or a fused kernel"
@@ -24,7 +24,7 @@ class Silence:
     """Listens to the rows of one set of sites until all is said. `problems`: what is known about a site's input."""
 
     def __init__(
-        self, inventory: Inventory, buffer: StepBuffer, problems: Mapping[int, str], on_event: Callable[..., None]
+        self, inventory: Inventory, buffer: RowCells, problems: Mapping[int, str], on_event: Callable[..., None]
     ) -> None:
         self.done = False
         self._inventory = inventory

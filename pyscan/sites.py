@@ -116,13 +116,39 @@ def _weights(model: nn.Module, coverage: dict[str, str]) -> Iterator[tuple[str, 
             yield full, weight, role_of(weight, module, name.rpartition(".")[2], ancestors), module
 
 
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, of whatever shape, under its first name without wrappers."""
+    seen: set[int] = set()
+    for name, module, _ in _modules(model):
+        _check_shapes(name, module)
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield _join(name, key), parameter
+
+
+def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that hold one matrix per expert along their first axis."""
+    for name, weight, role, _ in _weights(model, {}):
+        if role.num_experts is not None:
+            yield name, weight.parameter
+
+
+def named_modules(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module with its first name without wrappers."""
+    names: dict[nn.Module, str] = {}
+    for name, module, _ in _modules(model):
+        names.setdefault(module, name)
+    return names
+
+
 def _check_shapes(name: str, module: nn.Module) -> None:
     lazy = next(
         (key for key, parameter in module._parameters.items() if parameter is not None and is_lazy(parameter)), None
     )
     if lazy is not None:
         full = _join(name, lazy)
-        raise ValueError(f"{full!r} of {type(module).__name__} has no shape yet: run one forward before attach")
+        raise ValueError(f"{full!r} of {type(module).__name__} has no shape yet: run one forward first")
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:

@@ -1,7 +1,7 @@
 """When a step ends: after the optimizer's step, or when the GradScaler has decided to skip it.
 
 Receives the optimizers of a run and calls back before the first of them steps (gradients are still there, but may
-be clipped) and after the last one has: with the loss scale in use and whether the step was skipped.
+be clipped) and after the last one has: with the loss scale in use and what says whether the step was skipped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+
+from pyscan.closing import Scaling
 
 OptimizerLike = Any  # an Optimizer, or a wrapper with one in `.optimizer`
 
@@ -25,16 +28,16 @@ class StepWatch:
         self,
         optimizers: Sequence[Optimizer],
         on_begin: Callable[[bool], None],
-        on_end: Callable[[float | None, bool], None],
+        on_end: Callable[[Scaling | None], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         self.optimizers = optimizers
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_error = on_error
-        self._scale: float | None = None
+        self._scale: Tensor | None = None
         self._in_scaler = False
-        self._skipped = False  # by one of the optimizers of this step
+        self._found_inf: tuple[Tensor, ...] = ()  # by the optimizers of this step
         self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
         _watches.add(self)
@@ -62,24 +65,24 @@ class StepWatch:
         if _has_closure(args, kwargs):
             self._on_begin(False)  # it may have been called less often than in the step before
         if optimizer is self.optimizers[-1] and not self._in_scaler:
-            self._on_end(None, False)
+            self._on_end(None)
 
     def scaler_begins(self, scaler: GradScaler) -> None:
         self._in_scaler = True
         try:
-            self._scale = scaler.get_scale()
+            self._scale = scaler._scale
         except Exception as error:
             self._on_error(error)
 
     def scaler_ends(self, scaler: GradScaler, optimizer: OptimizerLike) -> None:
         self._in_scaler = False
         try:
-            self._skipped |= _found_inf(scaler, optimizer)
+            self._found_inf += _found_inf(scaler, optimizer)
         except Exception as error:
             self._on_error(error)
         if _inner(optimizer) is self.optimizers[-1]:
-            skipped, self._skipped = self._skipped, False
-            self._on_end(self._scale, skipped)
+            found_inf, self._found_inf = self._found_inf, ()
+            self._on_end(None if self._scale is None else Scaling(self._scale, found_inf))
 
     def scaler_failed(self) -> None:
         self._in_scaler = False
@@ -119,10 +122,9 @@ def unwrap_all(optimizer: OptimizerLike | Iterable[OptimizerLike] | None) -> lis
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 
 
-def _found_inf(scaler: GradScaler, optimizer: OptimizerLike) -> bool:
-    """Whether the scaler saw a non-finite gradient; its own record of the step, kept until update()."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    return any(bool(value) for value in found.values())
+def _found_inf(scaler: GradScaler, optimizer: OptimizerLike) -> tuple[Tensor, ...]:
+    """What says, per device, whether the scaler saw a non-finite gradient; its own record, kept until update()."""
+    return tuple(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 def _wrap_scalers() -> None:

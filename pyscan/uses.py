@@ -177,7 +177,8 @@ def _rows_of_experts(known: _Known, x: Tensor, offsets: Tensor | None) -> Use:
 
 def _sorted_by_expert(x: Tensor, picks: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     rows = x.reshape(picks.numel(), -1, x.shape[-1])
-    counts = torch.bincount(picks, minlength=num_experts) * rows.shape[1]
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)  # bincount would make the host wait
+    counts.index_add_(0, picks.long(), torch.full_like(picks, rows.shape[1], dtype=torch.int64))
     return rows[torch.argsort(picks, stable=True)].flatten(0, 1), counts.cumsum(0, dtype=torch.int32)
 
 

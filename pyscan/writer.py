@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import math
 import os
 import secrets
 import time
@@ -84,8 +85,9 @@ class Writer:
         return accepted or self._refused()
 
     def event(self, kind: str, step: int, *, site: str | None = None, **fields: Any) -> bool:
-        """Append an event."""
-        return self._writer.event(encode_json({"kind": kind, "step": step, "site": site, **fields})) or self._refused()
+        """Append an event. Numbers that JSON has no word for (inf, NaN) become null."""
+        event = _without_infinities({"kind": kind, "step": step, "site": site, **fields})
+        return self._writer.event(encode_json(event)) or self._refused()
 
     def tokens(self, step: int, payload: bytes) -> bool:
         """Append the tokens frame of a step; FORMAT.md gives the bytes."""
@@ -150,6 +152,16 @@ class Writer:
                 stacklevel=3,
             )
         return False
+
+
+def _without_infinities(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinities(item) for item in value]
+    return value
 
 
 def _previous_schema(path: Path, schema: Schema) -> Schema | None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,16 +24,16 @@ class Tree:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        shutil.copytree(ROOT, path, ignore=LEFT_OUT)
+        shutil.copytree(ROOT, path, ignore=LEFT_OUT, symlinks=True)
         self.build()
 
     def build(self) -> None:
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         subprocess.run(command, cwd=self.path, check=True, capture_output=True)
 
-    def run(self, test: str) -> subprocess.CompletedProcess[str]:
+    def run(self, test: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
-        environment = os.environ | {"PYTHONPATH": str(self.path)}
+        environment = os.environ | {"PYTHONPATH": str(self.path)} | settings
         return subprocess.run(command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -43,7 +44,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault["name"] for fault in FAULTS])
-def test_planted_fault_is_caught(tree: Tree, fault: dict[str, str]) -> None:
+def test_planted_fault_is_caught(tree: Tree, fault: dict[str, Any]) -> None:
     file = tree.path / fault["file"]
     source = file.read_text()
     assert source.count(fault["before"]) == 1, "the place to break must be there exactly once"
@@ -51,7 +52,7 @@ def test_planted_fault_is_caught(tree: Tree, fault: dict[str, str]) -> None:
         file.write_text(source.replace(fault["before"], fault["after"]))
         if file.suffix in {".cpp", ".h"}:
             tree.build()
-        outcome = tree.run(fault["test"])
+        outcome = tree.run(fault["test"], fault.get("environment", {}))
     finally:
         file.write_text(source)
         if file.suffix in {".cpp", ".h"}:

@@ -270,3 +270,22 @@ def test_the_real_version_1_scan_has_no_gradient() -> None:
     (finding,) = judge(SHARED / "qwen3-1.7b_v1.1.mscan").findings
     assert finding.kind == "no_gradient"
     assert finding.text.startswith("every gradient is 0, in every token")
+
+
+def test_a_badly_initialised_head_is_part_of_the_verdict(tmp_path: Path) -> None:
+    for std, ill in ((0.02, False), (5.0, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.Linear(32, 10, bias=False))
+        nn.init.normal_(model[-1].weight, std=std)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        path = tmp_path / f"{std}.mscan"
+        with pyscan.attach(model, path, optimizer=optimizer):
+            for _ in range(6):
+                nn.functional.cross_entropy(model(torch.randn(8, 32)), torch.arange(8)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = {finding.kind: finding for finding in health.judge(pyscan.open(path)).findings}
+        assert ("init" in found) == ill
+        if ill:
+            assert found["init"].site == "3.weight"
+            assert found["init"].step == 1

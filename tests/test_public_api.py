@@ -23,9 +23,12 @@ def test_the_public_names_are_these() -> None:
         "Watch",
         "__version__",
         "attach",
+        "check_grad_flow",
+        "check_init",
         "is_absent",
         "open",
         "reduce",
+        "trace_nonfinite",
     ]
     for name in pyscan.__all__:
         assert getattr(pyscan, name) is not None
@@ -68,19 +71,10 @@ def imports_of(path: Path) -> set[str]:
 READING = ["reader", "run", "frames", "timeline", "journal", "version1", "version2", "ranks", "rewrite", "convert"]
 READING += ["check", "codecs", "errors", "format", "schema", "payloads", "source", "analysis", "compare", "names"]
 READING += ["watch", "alarms", "levels", "first_bad", "health", "grad_check"]
-WRITING = [
-    "scanner",
-    "hooks",
-    "capture",
-    "gradients",
-    "accumulate",
-    "forward",
-    "steps",
-    "functional",
-    "sites",
-    "lookout",
-    "checkpoint",
-]
+WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
+WRITING += ["closing", "engines", "device", "device_buffer", "device_gradients", "flush", "groups", "results"]
+WRITING += ["lookout", "attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel"]
+WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table", "checkpoint"]
 # What starts a program or reads its settings must not bring torch along: the program may want to set it up first.
 STARTING = ["settings", "script", "autoattach", "commands/run", "commands/demo"]
 
@@ -111,3 +105,24 @@ def test_each_stage_knows_only_what_is_below_it() -> None:
     for path in [*ROOT.glob("*.py"), *(ROOT / "commands").glob("*.py")]:
         if path.name not in ("__main__.py", "__init__.py", "cli.py"):
             assert "pyscan.cli" not in imports_of(path), path
+
+
+# Tables before kernels, kernels before launches; nothing here knows the scanner, and planning needs no triton.
+KERNELS = {
+    "layout": set(),
+    "slots": {"numpy"},
+    "cut": {"pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "plan": {"numpy", "pyscan.kernels.cut", "pyscan.kernels.layout", "pyscan.kernels.slots"},
+    "tiles": {"triton", "pyscan.kernels.layout"},
+    "merge": {"triton", "pyscan.kernels.layout", "pyscan.kernels.slots", "pyscan.kernels.tiles"},
+    "launch": {"numpy", "torch", "triton", "pyscan.kernels", "pyscan.kernels.layout", "pyscan.kernels.plan"},
+}
+
+
+@pytest.mark.parametrize("module", KERNELS)
+def test_kernels_know_only_what_is_below_them(module: str) -> None:
+    standard = {"__future__", "collections", "contextlib", "enum", "itertools", "typing"}
+    imports = imports_of(ROOT / "kernels" / f"{module}.py")
+    names = {name if name.startswith("pyscan") else name.split(".")[0] for name in imports}
+    assert names - standard <= KERNELS[module]
+    assert {path.stem for path in (ROOT / "kernels").glob("*.py")} == {"__init__", *KERNELS}

@@ -1,4 +1,8 @@
-"""One suite over every implementation of the reduction: definition, baseline and AVX2, with one and two threads."""
+"""One suite over every implementation of the reduction: definition, baseline and AVX2, with one and two threads.
+
+In a process started with TRITON_INTERPRET=1 the same cases run on the Triton kernels instead (see
+tests/test_gpu_interpreter.py).
+"""
 
 import itertools
 import os
@@ -13,8 +17,13 @@ import torch
 import pyscan
 from pyscan import _C, engine
 
+IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+if IN_INTERPRETER:
+    from tests.gpu.engine import triton_reduce
+
 TOLERANCE = 1e-6  # relative, of a sum of squares: the numerics contract of csrc/reduce.h
-ISAS = ["baseline", "avx2"] if _C.best_isa == "avx2" else ["baseline"]
+NATIVE = [] if IN_INTERPRETER else ["baseline", "avx2"] if _C.best_isa == "avx2" else ["baseline"]
+ISAS = ["triton"] if IN_INTERPRETER else NATIVE
 DTYPES = list(engine.DTYPES)
 Reducer = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -30,6 +39,8 @@ def native(
     row_sumsq: np.ndarray | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The compiled reduction of a matrix, with every argument it has."""
+    if isa == "triton":
+        return triton_reduce(x, block=block, first=first, by_rows=by_rows, row_sumsq=row_sumsq)
     rows, cols = x.shape
     length = rows if by_rows else cols
     stats = np.zeros((3, (length - 1 + first) // block + 1 if length else 0))
@@ -60,7 +71,10 @@ def check(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None
     assert torch.equal(got[2].double(), want[2].double()), "counts are exact"
 
 
-@pytest.fixture(params=["definition", *[f"{isa}-{threads}" for isa in ISAS for threads in (1, 2)]])
+ENGINES = ["triton-1"] if IN_INTERPRETER else ["definition", *[f"{isa}-{n}" for isa in NATIVE for n in (1, 2)]]
+
+
+@pytest.fixture(params=ENGINES)
 def reducer(request: pytest.FixtureRequest) -> Reducer:
     if request.param == "definition":
         return engine.definition
@@ -116,7 +130,7 @@ def test_agrees_with_float64_for_every_stride(reducer: Reducer, view: str, dtype
     check(reducer(x), truth(x))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_negative_strides_and_addresses_off_by_one_byte(isa: str, dtype: torch.dtype) -> None:
     x = torch.randn(40, 100).to(dtype)
@@ -162,7 +176,7 @@ def test_right_over_the_whole_range_of_each_dtype(reducer: Reducer, case: str, s
     check(reducer(x), truth(x))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", NATIVE)
 def test_denormals_count_even_where_the_host_flushes_them(isa: str) -> None:
     x = torch.full((64, 64), 1e-40)
     want = truth(x)
@@ -207,7 +221,7 @@ def test_maximum_may_be_negative_and_anywhere(reducer: Reducer, dtype: torch.dty
         assert got[1].max() == 100
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bit_identical_for_any_number_of_threads(isa: str, dtype: torch.dtype) -> None:
     for shape in [(5000, 700), (3, 300_000), (200_000, 5)]:
@@ -219,11 +233,12 @@ def test_bit_identical_for_any_number_of_threads(isa: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1] if IN_INTERPRETER else [1, 2])
 def test_every_row_and_column_counts_once(isa: str, num_threads: int) -> None:
     """A matrix of powers of two: a value lost or doubled at any seam between chunks, bands or threads shows."""
-    x = torch.ones(4099, 130)
-    x[:, 1] = torch.arange(4099) % 2 + 1
+    num_rows = 300 if IN_INTERPRETER else 4099
+    x = torch.ones(num_rows, 130)
+    x[:, 1] = torch.arange(num_rows) % 2 + 1
     sumsq, _, _ = native(x, isa=isa, num_threads=num_threads, block=1)
     assert sumsq.tolist() == x.double().square().sum(0).tolist()
     sumsq, _, _ = native(x, isa=isa, num_threads=num_threads, block=1, by_rows=True)
@@ -234,8 +249,9 @@ def test_every_row_and_column_counts_once(isa: str, num_threads: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [1, 10, 64, 100, 5000])
 def test_row_strips(isa: str, dtype: torch.dtype, block: int) -> None:
-    x = torch.randn(1003, 77, generator=torch.Generator().manual_seed(7)).to(dtype)
-    x[1002, 76] = float("nan")
+    num_rows = 203 if IN_INTERPRETER else 1003
+    x = torch.randn(num_rows, 77, generator=torch.Generator().manual_seed(7)).to(dtype)
+    x[num_rows - 1, 76] = float("nan")
     check(native(x, isa=isa, num_threads=2, block=block, by_rows=True), truth(x.T.contiguous(), block=block))
 
 
@@ -259,6 +275,8 @@ def test_row_sums_come_from_the_same_read(isa: str, dtype: torch.dtype, shape: t
     rows = np.zeros(shape[0])
     check(native(x, isa=isa, num_threads=2, row_sumsq=rows), truth(x))
     np.testing.assert_allclose(rows, clean.square().sum(1), rtol=TOLERANCE)
+    if isa == "triton":
+        return
     num_blocks = -(-shape[1] // 64)
     by_block = np.zeros((shape[0], num_blocks))
     check(native(x, isa=isa, num_threads=2, row_sumsq=by_block), truth(x))
@@ -266,7 +284,7 @@ def test_row_sums_come_from_the_same_read(isa: str, dtype: torch.dtype, shape: t
     np.testing.assert_allclose(by_block, padded.square().sum(2), rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", NATIVE)
 def test_results_are_added_to_what_is_there(isa: str) -> None:
     x = torch.randn(20, 100)
     want = truth(x)
@@ -277,7 +295,7 @@ def test_results_are_added_to_what_is_there(isa: str) -> None:
     assert stats[2].tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", NATIVE)
 def test_maximum_and_count_may_be_folded_into_one(isa: str) -> None:
     x = torch.randn(20, 200)
     x[3, 150] = float("nan")
@@ -292,9 +310,10 @@ def test_maximum_and_count_may_be_folded_into_one(isa: str) -> None:
 @pytest.mark.parametrize("value", [1.0, 0.1, 1.0 + 2**-23])
 def test_error_bound_holds_for_constant_data(isa: str, value: float) -> None:
     """Constant data is the worst case of float32 accumulation: every rounding errs the same way."""
-    x = torch.full((1, 64), value).expand(100_000, 64)
+    num_rows = 1000 if IN_INTERPRETER else 100_000
+    x = torch.full((1, 64), value).expand(num_rows, 64)
     sumsq, _, _ = native(x, isa=isa)
-    exact = 100_000 * 64 * x[0, 0].double() ** 2
+    exact = num_rows * 64 * x[0, 0].double() ** 2
     assert abs(sumsq.item() / exact.item() - 1) <= TOLERANCE
 
 

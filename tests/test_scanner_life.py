@@ -281,16 +281,6 @@ def test_attach_refuses_bad_arguments_with_the_remedy(options: Any, error: type[
         pyscan.attach(nn.Linear(4, 4), **options)
 
 
-def test_a_model_on_another_device_is_refused() -> None:
-    class Elsewhere(nn.Parameter):
-        device = torch.device("cuda")
-
-    model = nn.Linear(4, 4)
-    model.weight = Elsewhere(model.weight.detach())
-    with pytest.raises(ValueError, match="'weight' is on device 'cuda', for which there is no engine yet"):
-        pyscan.attach(model)
-
-
 def test_a_model_without_weights_says_what_it_holds() -> None:
     with pytest.raises(ValueError, match="no weight matrix found in LayerNorm: it holds 1 LayerNorm"):
         pyscan.attach(nn.LayerNorm(8))

@@ -416,7 +416,7 @@ def test_a_model_without_weights_says_what_it_holds_instead() -> None:
 
 def test_a_lazy_weight_asks_for_one_forward_first() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ValueError, match=r"'0.weight' of LazyLinear has no shape yet: run one forward before attach"):
+    with pytest.raises(ValueError, match=r"'0.weight' of LazyLinear has no shape yet: run one forward first"):
         find_sites(model)
     model(torch.randn(2, 5))
     assert find_sites(model).sites[0].shape == (3, 5)

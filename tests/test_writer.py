@@ -122,13 +122,13 @@ def test_events_and_tokens_stand_in_the_file_with_the_newest_step(tmp_path: Path
     with Writer(path, schema) as writer:
         writer.write(41, row_of(41, schema))
         writer.event("alert", 41, site="layer.0.weight", value=1.5)
-        writer.event("größe", 41, text="日本")
+        writer.event("größe", 41, text="日本", values=[1.0, float("inf")], more={"loss": float("nan")})
         writer.tokens(41, payload)
         writer.flush()
     decoded = dec.decode(path)
     assert decoded.events == [
         {"kind": "alert", "step": 41, "site": "layer.0.weight", "value": 1.5},
-        {"kind": "größe", "step": 41, "site": None, "text": "日本"},
+        {"kind": "größe", "step": 41, "site": None, "text": "日本", "values": [1.0, None], "more": {"loss": None}},
     ]
     tokens, events = (next(f for f in decoded.frames if f.kind == kind) for kind in (dec.TOKENS, dec.EVENTS))
     assert tokens.payload == payload
