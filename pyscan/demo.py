@@ -6,6 +6,8 @@ Receives the options of the example; trains, and hands on where everything lies 
 from __future__ import annotations
 
 import importlib.util
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,10 @@ from typing import Any
 import pyscan
 from pyscan.extras import need
 from pyscan.interleave import Cost, Interleaved
+
+# A run that nobody gave a number of steps takes about so long, on whatever machine it is.
+SECONDS = 120.0
+MOST_STEPS, FEWEST_STEPS = 120, 12
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "rich")
 
@@ -43,8 +49,8 @@ def load_example() -> ModuleType:
     return module
 
 
-def train(example: Any, options: list[str]) -> Outcome:
-    """Train as the example's own main does, every third step without the scanner."""
+def train(example: Any, options: list[str], steps: int | None = None) -> Outcome:
+    """Train as the example does, every third step without the scanner; without `steps`, as many as there is time for."""
     args = example.parse_arguments(options)
     args.output.mkdir(parents=True, exist_ok=True)
     job = example.Job(args)
@@ -53,6 +59,8 @@ def train(example: Any, options: list[str]) -> Outcome:
         job.parts["scan"] = scan
         if args.resume:
             job.resume()
+        with scan.paused():
+            args.steps = job.step + affordable_steps(job) if steps is None else steps
         measured = Interleaved(scan, job.optimizer)
         example.train(job)
         measured.stop()
@@ -65,3 +73,15 @@ def train(example: Any, options: list[str]) -> Outcome:
         checkpoint=checkpoint if checkpoint.exists() else None,
         cost=measured.cost(),
     )
+
+
+def affordable_steps(job: Any) -> int:
+    """How many steps SECONDS allow, from the time of some passes that change nothing."""
+    ids, seconds = job.batch(0, 0), []
+    for _ in range(4):
+        start = time.perf_counter()
+        job.model(input_ids=ids, labels=ids).loss.backward()
+        seconds.append(time.perf_counter() - start)
+    job.optimizer.zero_grad(set_to_none=True)
+    step = statistics.median(seconds[1:]) * job.args.accumulate
+    return max(FEWEST_STEPS, min(MOST_STEPS, int(SECONDS / step)))

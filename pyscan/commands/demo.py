@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pyscan.run import Run
     from pyscan.summary import CellSummary
 
-STEPS = 120
 HOME = Path("runs/demo")
 SHOWN = 4  # sites at either end of the table
 
@@ -25,8 +24,8 @@ class Demo(Verb):
     """Train a small language model on this machine, scanned, and show what was seen.
 
     The model has the shape of MiniMind: hidden 512, 8 layers, 26 million
-    parameters. It learns the sources of Python's standard library for a minute
-    or two; the loop is examples/train.py. Every third step is taken with the
+    parameters. It learns the sources of Python's standard library for about two
+    minutes; the loop is examples/train.py. Every third step is taken with the
     scanner paused, which measures what the scanner costs.
 
     What stands after -- goes to the loop: see pyscan demo -- --help.
@@ -40,7 +39,7 @@ class Demo(Verb):
     name = "demo"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--steps", metavar="N", type=int, default=STEPS, help=f"optimizer steps ({STEPS})")
+        parser.add_argument("--steps", metavar="N", type=int, help="optimizer steps in all (two minutes of them)")
         parser.add_argument("-o", "--output", metavar="DIR", type=Path, help=f"directory of the run ({HOME})")
         parser.add_argument("--resume", action="store_true", help="go on at the last checkpoint in the directory")
         parser.add_argument("options", metavar="OPTION", nargs="*", help="for the training loop, after --")
@@ -48,12 +47,12 @@ class Demo(Verb):
     def run(self, args: argparse.Namespace) -> int:
         from pyscan import demo
 
-        if args.steps < 1:
+        if args.steps is not None and args.steps < 1:
             raise UserError(f"--steps must be >= 1, got {args.steps}")
         output = _home(args.output, args.resume)
         example = demo.load_example()
-        options = ["--steps", str(args.steps), "-o", str(output), *(["--resume"] if args.resume else [])]
-        _report(demo.train(example, [*options, *args.options]))
+        options = ["-o", str(output), *(["--resume"] if args.resume else []), *args.options]
+        _report(demo.train(example, options, args.steps))
         return 0
 
 
