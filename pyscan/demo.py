@@ -50,7 +50,7 @@ def load_example() -> ModuleType:
 
 
 def train(example: Any, options: list[str], steps: int | None = None) -> Outcome:
-    """Train as the example does, every third step without the scanner; without `steps`, as many as there is time for."""
+    """Train as the example does, every third step without the scanner; without `steps`, as many as time allows."""
     args = example.parse_arguments(options)
     args.output.mkdir(parents=True, exist_ok=True)
     job = example.Job(args)
