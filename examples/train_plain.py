@@ -170,7 +170,7 @@ def train(job: Job) -> None:
             bar.update(task, advance=1, description=f"loss {loss:.3f} · {rate:,.0f} tokens/s")
             if job.step % args.log_every == 0:
                 bar.console.print(f"step {job.step:>5}   loss {loss:.3f}   {rate:,.0f} tokens/s", highlight=False)
-            if job.step % args.save_every == 0:
+            if job.step % args.save_every == 0 or job.step == args.steps:
                 job.save()
 
 

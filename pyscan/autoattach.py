@@ -102,6 +102,10 @@ class AutoAttach:
         names = ", ".join(type(optimizer).__name__ for optimizer in followed)
         sites = text.plural(len(self._scan.schema.sites), "site")
         say(f"scanning {type(model).__name__} ({sites}) at each step of {names}, into {self._scan.path}")
+        taken = steps_taken(followed) if self._settings.get("resume") else None
+        if taken is not None:
+            self._scan.load_state_dict({"step": taken})
+            say(f"goes on after step {taken}, which is as many as {names} has taken")
         others = set[int]().union(*map(_parameters, optimizers)) - owned
         if others:
             say(f"{text.plural(len(others), 'parameter')} of other modules not scanned: one run scans one model")
@@ -175,6 +179,15 @@ def _live_modules() -> list[nn.Module]:
 
 def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def steps_taken(optimizers: list[Optimizer]) -> int | None:
+    """How many steps the optimizers have counted, in this process or in those whose checkpoint they loaded.
+
+    None if they do not count, as SGD, or have none yet. Steps that a GradScaler skipped are not among them.
+    """
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return max((int(state["step"]) for state in states if "step" in state), default=None)
 
 
 def after_import(name: str, call: Callable[[ModuleType], None]) -> None:

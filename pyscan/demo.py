@@ -30,7 +30,7 @@ class Outcome:
 
     scan: Path
     model: Path
-    checkpoint: Path | None
+    checkpoint: Path
     cost: Cost | None
 
 
@@ -65,12 +65,11 @@ def train(example: Any, options: list[str], steps: int | None = None) -> Outcome
         example.train(job)
         measured.stop()
     job.save_model()
-    checkpoint = args.output / "checkpoint.pt"
     assert scan.path is not None
     return Outcome(
         scan=scan.path,
         model=args.output / "model",
-        checkpoint=checkpoint if checkpoint.exists() else None,
+        checkpoint=args.output / "checkpoint.pt",
         cost=measured.cost(),
     )
 

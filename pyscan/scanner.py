@@ -189,9 +189,7 @@ class Scanner:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to continue this scan; the rows up to here are in the file when this returns."""
-        self._wait_rows()
-        if self._writer is not None:
-            self._writer.flush()
+        self._settle()
         return self._checkpoint().to_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +198,7 @@ class Scanner:
         The first step from here on has a row in any case, of absent cells if it is not scanned: it is what voids them.
         """
         saved = Checkpoint.from_state(state)
-        self._wait_rows()
+        self._settle()  # what is still on its way belongs to the abandoned timeline
         differences = saved.differences(self._checkpoint())
         self._resumed = {"after_step": saved.step, "differences": differences}
         self._step = saved.step + 1
@@ -214,6 +212,12 @@ class Scanner:
         self._set_active()
         for text in differences:
             warnings.warn(f"pyscan: {text}. It continues at step {self._step}.", RuntimeWarning, stacklevel=2)
+
+    def _settle(self) -> None:
+        """Bring all rows and events so far into the file."""
+        self._wait_rows()
+        if self._writer is not None:
+            self._writer.flush()
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(

@@ -108,11 +108,13 @@ def test_going_back_inside_one_scan_voids_as_well(loop: Loop) -> None:
         loop.train(4, size=8.0)
         loop.model(torch.full((2, 8), 100.0)).sum().backward()  # of a step that is never taken
         loop.optimizer.zero_grad()
+        scan._event("note", text="of the abandoned part")
         scan.load_state_dict(state)
         loop.train(2)
     assert history(loop) == [(step, 4.0) for step in range(1, 6)]
     assert loop.path is not None
-    assert [event["step"] for event in pyscan.open(loop.path).events if event["kind"] == "resumed"] == [4]
+    events = [(event["kind"], event["step"]) for event in pyscan.open(loop.path).events]
+    assert events == [("attached", 1), ("resumed", 4)]
 
 
 def test_rows_in_memory_go_back_too() -> None:

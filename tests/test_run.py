@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import pyscan
+from pyscan import format as fmt
 from pyscan import scanner
 from pyscan.autoattach import AutoAttach, find_owner
 from tests.loop import run_python
@@ -299,3 +300,21 @@ def test_a_compiled_model_is_scanned_before_it_is_compiled(program: Callable[...
     assert run.steps["step"].tolist() == [1, 2]
     assert [site.name for site in run.sites] == ["0.weight", "1.weight", "2.weight"]
     assert (run.act("1.weight") > 0).all()
+
+
+def test_a_job_that_restarts_goes_on_where_its_optimizer_is(
+    program: Callable[..., InProcess], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint is of step 3, the file has 5 rows: two of them are taken again."""
+    adam = "optimizer = torch.optim.Adam(model.parameters())\n"
+    first = program()
+    first.run(adam + "train(3)\nsaved = optimizer.state_dict()\nimport copy\nsaved = copy.deepcopy(saved)\ntrain(2)")
+    first.auto._finish()
+    second = program(resume=True)
+    second.space["saved"] = first.space["saved"]
+    second.run(adam + "optimizer.load_state_dict(saved)\ntrain(4)")
+    second.auto._finish()
+    assert "pyscan: goes on after step 3, which is as many as Adam has taken" in capfd.readouterr().err
+    run = pyscan.open(tmp_path / "job.mscan")
+    assert run.steps["step"].tolist() == [*range(1, 8)]
+    assert (run.steps["flags"] & fmt.ROW_RESUMED).nonzero()[0].tolist() == [3]

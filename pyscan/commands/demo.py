@@ -81,9 +81,9 @@ def _report(outcome: Outcome) -> None:
         _print_loss(run)
     HealthVerb().run(argparse.Namespace(scan=outcome.scan, json=False))
     tables.print_line(_cost_line(outcome.cost))
-    checkpoint = [("checkpoint", str(outcome.checkpoint), "")] if outcome.checkpoint else []
-    size = f"{outcome.scan}  ({_size(outcome.scan)})"
-    tables.print_facts("written", [("scan", size, ""), ("model", str(outcome.model), ""), *checkpoint])
+    scan = f"{outcome.scan}  ({_size(outcome.scan)})"
+    written = {"scan": scan, "model": str(outcome.model), "checkpoint": str(outcome.checkpoint)}
+    tables.print_facts("written", [(what, where, "") for what, where in written.items()])
     tables.print_facts("try next", [("", command, "") for command in _next(outcome)])
 
 

@@ -22,6 +22,9 @@ class Run(Verb):
     directory (every = 4), or as variables (PYSCAN_EVERY=4), which count more.
     The scan is PATH, or the setting path, or the name of the script with .mscan.
 
+    A job that restarts goes on in its scan with PYSCAN_RESUME=1, after as many
+    steps as its optimizer has counted.
+
     Exit status and output are those of the script; what pyscan says goes to
     stderr. Processes that the script starts are not scanned.
 
