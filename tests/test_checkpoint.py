@@ -114,7 +114,8 @@ def test_going_back_inside_one_scan_voids_as_well(loop: Loop) -> None:
     assert history(loop) == [(step, 4.0) for step in range(1, 6)]
     assert loop.path is not None
     events = [(event["kind"], event["step"]) for event in pyscan.open(loop.path).events]
-    assert events == [("attached", 1), ("resumed", 4)]
+    assert ("resumed", 4) in events
+    assert not [event for event in events if event[0] == "note"], "what was said of the abandoned part is gone"
 
 
 def test_rows_in_memory_go_back_too() -> None:
