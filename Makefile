@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt setup.py
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
 PYTEST := $(BIN)/pytest -q
+# Two processes with a thread each; tests that need more threads ask for them.
+PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-all check-gpu bench lint format sanitize fuzz wheel clean
@@ -26,14 +28,14 @@ $(VENV)/.built: $(VENV)/.tools $(SOURCES) pyproject.toml
 
 build: $(VENV)/.built  ## Build the compiled core in place
 
-demo: build  ## Look at this machine and check the engine on it
-	$(BIN)/pyscan doctor
+demo: build  ## Train a small language model, scanned, and show what was seen; two minutes
+	$(BIN)/pyscan demo
 
 test: build  ## The tests that take minutes in all; every benchmark runs once
-	$(PYTEST) -m "not slow"
+	$(PYTEST_PARALLEL) -m "not slow"
 
 test-all: build wheel sanitize check-gpu  ## Every promise, also those that take long to prove
-	$(PYTEST) -m slow
+	$(PYTEST_PARALLEL) -m slow
 	tests/check_wheel.sh
 
 check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load width, spills, registers, instructions

@@ -13,7 +13,7 @@ import difflib
 import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import pyscan
@@ -25,11 +25,11 @@ from pyscan.extras import MissingExtraError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and give back its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _never_fail_to_encode()
+    if arguments[:1] != ["run"]:  # whose streams are the script's
+        _never_fail_to_encode()
     try:
         status = _run(arguments)
         sys.stdout.flush()
-        return status
     except BrokenPipeError:
         _silence_stdout()
         return 141
@@ -38,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, ScanError, MissingExtraError, OSError) as error:
         print(f"pyscan: {_one_line(error)}", file=sys.stderr)
         return 2
+    return status() if callable(status) else status
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str]) -> int | Callable[[], int]:
     _check_verb(arguments)
     parser = build_parser()
     try:

@@ -7,12 +7,13 @@ GPU they are not asked for their values, which would make the host wait; they tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyscan.format import ROW_RESUMED
 from pyscan.latest import Row
 from pyscan.writer import AFTER_CLIP, SKIPPED
 
@@ -45,6 +46,7 @@ class Closing(NamedTuple):
     scaling: Scaling | None = None
     late: frozenset[int] = frozenset()  # sites whose gradient was read only when the optimizer stepped
     late_unscaled: bool = False  # and the scaler had divided it by then
+    resumed: dict[str, Any] | None = None  # the first step after a checkpoint: what its event says
 
     @property
     def scale(self) -> Tensor | float:
@@ -72,7 +74,7 @@ class Closing(NamedTuple):
             loss=sum(losses) / (1 if self.seen.are_shares else len(losses)) if losses else self.loss,
             lr=self.lr,
             grad_scale=scale,
-            flags=SKIPPED * any(rest) | AFTER_CLIP * bool(self.late),
+            flags=SKIPPED * any(rest) | AFTER_CLIP * bool(self.late) | ROW_RESUMED * (self.resumed is not None),
         )
 
     def _num_tokens(self, counts: list[float]) -> int | None:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from pyscan.accumulate import RowCells
 
+ABSENT_SUM = -1.0  # in place of a sum of squares, as in csrc/step_buffer.h
+
 
 class Row(NamedTuple):
     """One step: cells as the step buffer gives them (sums of squares; absent is negative) and what is known beside."""

@@ -28,6 +28,7 @@ from pyscan.accumulate import channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
 from pyscan.capture import Capture
+from pyscan.checkpoint import Checkpoint
 from pyscan.closing import Closing, Finished, Scaling
 from pyscan.config import Event, ScanConfig
 from pyscan.engines import Buffer, device_of, make_buffer
@@ -37,7 +38,7 @@ from pyscan.functional import FunctionalCapture
 from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader
 from pyscan.init_check import judge_init, weight_gains
-from pyscan.latest import Row, param_stats
+from pyscan.latest import ABSENT_SUM, Row, param_stats
 from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema
@@ -49,6 +50,9 @@ from pyscan.watch import Watch
 from pyscan.writer import Writer
 
 _clock = time.perf_counter
+
+# Called with the model of each `attach` before it looks at it: `pyscan run` steps aside where a script scans by itself.
+before_attach: list[Callable[[nn.Module], None]] = []
 
 
 def attach(
@@ -84,6 +88,8 @@ def attach(
     config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for step_aside in before_attach[:]:
+        step_aside(model)
     threads.borrow()
     return Scanner(model, path, unwrap_all(optimizer), config)
 
@@ -106,6 +112,7 @@ class Scanner:
         self._endings: list[Callable[[], None]] = []
         self._late: list[int] = []  # sites whose gradient was read only when the optimizer stepped
         self._late_unscaled = False
+        self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
@@ -204,14 +211,51 @@ class Scanner:
             self._set_active()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to continue this scan."""
-        run_id = self._writer.run_id.hex() if self._writer else None
-        return {"step": self._step - 1, "path": None if self.path is None else str(self.path), "run_id": run_id}
+        """What a checkpoint needs to continue this scan; the rows up to here are in the file when this returns."""
+        self._settle()
+        return self._checkpoint().to_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step of a checkpoint; later rows of the abandoned timeline are void."""
-        self._step = int(state["step"]) + 1
+        """Continue after the step of a checkpoint; later rows of the abandoned timeline are void.
+
+        The first step from here on has a row in any case, of absent cells if it is not scanned: it is what voids them.
+        """
+        saved = Checkpoint.from_state(state)
+        self._settle()  # what is still on its way belongs to the abandoned timeline
+        differences = saved.differences(self._checkpoint())
+        self._resumed = {"after_step": saved.step, "differences": differences}
+        self._step = saved.step + 1
+        self.loggers |= saved.loggers
+        if self.config.budget is not None:
+            self._budget.every = max(saved.every, self.config.every)
+        self.rows = [row for row in self.rows if row.step <= saved.step]
+        if self._latest is not None and self._latest[0].step > saved.step:
+            self._latest = None
+        self._discard_open_row()
         self._set_active()
+        for text in differences:
+            warnings.warn(f"pyscan: {text}. It continues at step {self._step}.", RuntimeWarning, stacklevel=2)
+
+    def _settle(self) -> None:
+        """Bring all rows and events so far into the file."""
+        self._wait_rows()
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(
+            step=self._step - 1,
+            path=None if self.path is None else str(self.path),
+            run_id=self._writer.run_id.hex() if self._writer else None,
+            world=self.schema.world,
+            every=self._budget.every,
+            loggers=dict(self.loggers),
+        )
+
+    def _discard_open_row(self) -> None:
+        self._forward.take()
+        for finished in self.buffer.close_row(Closing(self._step, is_due=False)):
+            self._finish_row(finished)
 
     def flush(self) -> None:
         """Bring every finished row into the file, where readers see it and a kill does not reach it."""
@@ -352,8 +396,19 @@ class Scanner:
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
             rate, late = self._steps.learning_rate(), frozenset(self._late)
-            is_due = self._is_due()
-            closing = Closing(self._step, is_due, seen, loss, tokens, rate, scaling, late, self._late_unscaled)
+            closing = Closing(
+                step=self._step,
+                is_due=self._is_due(),
+                seen=seen,
+                loss=loss,
+                tokens=tokens,
+                lr=rate,
+                scaling=scaling,
+                late=late,
+                late_unscaled=self._late_unscaled,
+                resumed=self._resumed,
+            )
+            self._resumed = None
             for finished in self.buffer.close_row(closing):
                 self._finish_row(finished)
             for kind, site, text in self.buffer.complaints():
@@ -378,16 +433,24 @@ class Scanner:
         """A row is there: on the CPU that of the step that ends, on a GPU one of an earlier step."""
         closing, cells, values = finished
         row = closing.row(cells, values)
-        if not closing.is_due:
+        if not closing.is_due and closing.resumed is None:
             return
-        if row.grad_scale is not None and closing.late_unscaled:
+        if not closing.is_due:
+            cells.fill(ABSENT_SUM)
+        elif row.grad_scale is not None and closing.late_unscaled:
             self._undo_scale(cells, closing.late, row.grad_scale)
         self._keep(row)
+        if closing.resumed is not None:  # before its row it would count as part of the abandoned timeline
+            self._event("resumed", step=row.step, **closing.resumed)
+        if closing.is_due:
+            self._look_at(row)
+
+    def _look_at(self, row: Row) -> None:
         self._lookout.row(row)
         if not self._silence.done:
-            self._silence.explain(cells)
+            self._silence.explain(row.cells)
         if not self._judged:
-            self._judge_start(cells)
+            self._judge_start(row.cells)
 
     def _wait_rows(self) -> None:
         """Finish the rows that are still to come."""
@@ -446,7 +509,8 @@ class Scanner:
         """Whether the step being filled is to have a row."""
         if self._off or self._paused:
             return False
-        return self._step % self._budget.every == 0 or self._lookout.wants(self._step)
+        is_chosen = self._step % self._budget.every == 0 or self._resumed is not None
+        return is_chosen or self._lookout.wants(self._step)
 
     def _set_active(self) -> None:
         self._capture.state.active = self._gradients.state.active = self._is_due()

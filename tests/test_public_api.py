@@ -75,8 +75,10 @@ READING += [f"integrations/{name}" for name in ("curves", "heatmap", "follow", "
 WRITING = ["scanner", "hooks", "capture", "gradients", "accumulate", "forward", "steps", "functional", "sites"]
 WRITING += ["closing", "engines", "device", "device_buffer", "device_gradients", "flush", "groups", "results"]
 WRITING += ["lookout", "attached", "flow", "case", "causes", "causes_forward", "graph", "tape", "preserve", "parallel"]
-WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table", "figures"]
+WRITING += ["init_check", "nonfinite", "grad_stats", "flow_table", "checkpoint", "figures"]
 WRITING += [f"integrations/{name}" for name in ("session", "transformers", "lightning")]
+# What starts a program or reads its settings must not bring torch along: the program may want to set it up first.
+STARTING = ["settings", "script", "autoattach", "commands/run", "commands/demo"]
 
 
 @pytest.mark.parametrize("module", READING)
@@ -89,6 +91,13 @@ def test_the_reading_side_imports_neither_torch_nor_the_writing_side(module: str
 @pytest.mark.parametrize("module", WRITING)
 def test_the_writing_side_does_not_read(module: str) -> None:
     assert not imports_of(ROOT / f"{module}.py") & {"pyscan.reader", "pyscan.run", "pyscan.frames", "pyscan.timeline"}
+
+
+@pytest.mark.parametrize("module", STARTING)
+def test_what_starts_a_program_imports_no_library(module: str) -> None:
+    imports = imports_of(ROOT / f"{module}.py")
+    assert not [name for name in imports if name.split(".")[0] in ("torch", "numpy", "rich", "transformers")]
+    assert not imports & {f"pyscan.{name}" for name in [*WRITING, "text", "watch", "writer", "demo"]}
 
 
 def test_each_stage_knows_only_what_is_below_it() -> None:

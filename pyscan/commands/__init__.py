@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyscan.commands.base import UserError, Verb
 from pyscan.commands.check import Check
 from pyscan.commands.compact import Compact
+from pyscan.commands.demo import Demo
 from pyscan.commands.diff import Diff
 from pyscan.commands.doctor import Doctor
 from pyscan.commands.export import Export
@@ -13,8 +14,23 @@ from pyscan.commands.import_ import Import
 from pyscan.commands.info import Info
 from pyscan.commands.merge import Merge
 from pyscan.commands.repair import Repair
+from pyscan.commands.run import Run
 from pyscan.commands.show import Show
 
 __all__ = ["VERBS", "UserError", "Verb"]
 
-VERBS: tuple[type[Verb], ...] = (Info, Show, HealthVerb, Diff, Check, Repair, Compact, Merge, Export, Import, Doctor)
+VERBS: tuple[type[Verb], ...] = (
+    Demo,
+    Run,
+    Info,
+    Show,
+    HealthVerb,
+    Diff,
+    Check,
+    Repair,
+    Compact,
+    Merge,
+    Export,
+    Import,
+    Doctor,
+)

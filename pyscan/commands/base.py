@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,8 +33,8 @@ class Verb:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the arguments of this verb."""
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Do it and give back the exit status."""
+    def run(self, args: argparse.Namespace) -> int | Callable[[], int]:
+        """Do it and give back the exit status; or what does it, if its errors are not the program's to report."""
         raise NotImplementedError
 
 
