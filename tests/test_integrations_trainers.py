@@ -131,8 +131,7 @@ def test_trainer_rows_are_pre_clip_norms_of_the_whole_step(tmp_path: Path) -> No
         for index, site in enumerate(sites):
             for channel, want in (("act", acts.get(site.name)), ("grad", grads[site.name])):
                 found = row.cells[callback.scan.buffer.cells(channel, index)].sum() ** 0.5
-                # 1e-5 where the runs are bit-equal; checkpointing recomputes in another order, which moves a last bit
-                assert want is None or found == pytest.approx(want, rel=2e-5), (row.step, channel, site.name)
+                assert want is None or found == pytest.approx(want, rel=1e-5), (row.step, channel, site.name)
         assert row.flags == 0, "read before the clip"
 
 
