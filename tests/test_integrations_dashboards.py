@@ -378,16 +378,16 @@ def test_tensorboard_follows_a_scan_and_forgets_what_a_resume_abandoned(tmp_path
     names = ["0.weight", "2.weight"]
     loop = Loop(tmp_path / "run.mscan")
     with loop.scan, tensorboard.follow(loop.scan, tmp_path / "logs", seconds=0.05, heat_every=4):
-        loop.steps(6)
+        loop.steps(9)
     loop = Loop(tmp_path / "run.mscan", resume=True)
     loop.scan.load_state_dict(loop.scan.state_dict() | {"step": 4})
     with loop.scan, tensorboard.follow(loop.scan, tmp_path / "logs", seconds=0.05, heat_every=4):
-        loop.steps(5)
+        loop.steps(2)
     curves, pictures, _ = read_tensorboard(tmp_path / "logs")
     with pyscan.open(tmp_path / "run.mscan") as run:
-        assert run.steps["step"].tolist() == list(range(1, 10))
+        assert run.steps["step"].tolist() == list(range(1, 7))
         assert_same_curves(curves, want(run, 1, names))
-    assert sorted(pictures["heat/act"]) == [4, 8]
+    assert sorted(pictures["heat/act"]) == [4]
 
 
 def test_wandb_follows_a_scan_in_a_run_of_its_own(tmp_path: Path, offline: None) -> None:
