@@ -6,6 +6,7 @@ Receives the settings of `pyscan scan`; hands on the path of the scan. Every pro
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < limit:
                 raise CorpusError(f"--{name.replace('_', '-')} must be >= {limit}, got {value}")
+        for name in ("include", "exclude"):
+            for pattern in getattr(self, name):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise CorpusError(f"--{name} {pattern!r} is not a regular expression: {error}") from None
 
 
 class CorpusScan:
