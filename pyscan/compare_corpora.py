@@ -117,4 +117,6 @@ def _levels(run: Run, place: Place, is_b: bool) -> NDArray[np.float64]:
     found = levels(norms)
     if place.channel != "act":
         return found
-    return found - 0.5 * np.log2(np.maximum(run.steps["tokens"], 1).astype(np.float64))[:, None]
+    tokens = np.maximum(run.steps["tokens"], 1).astype(np.float64)
+    per_token: NDArray[np.float64] = found - 0.5 * np.log2(tokens)[:, None]
+    return per_token

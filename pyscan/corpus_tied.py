@@ -31,7 +31,7 @@ class TiedProduct:
     def take(self) -> NDArray[np.float64]:
         """[sequences, blocks] of the last backward."""
         products = torch.nn.functional.pad(self._product, (0, -self._product.shape[-1] % (self._block or 1)))
-        blocks = products.unflatten(-1, (num_blocks(self._product.shape[-1], self._block), -1))
+        blocks = products.reshape(len(products), num_blocks(self._product.shape[-1], self._block), -1)
         sums: NDArray[np.float64] = blocks.sum(-1).numpy()
         return sums
 
@@ -42,12 +42,12 @@ class TiedProduct:
     def _looked_up(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         if out.requires_grad:
             self._ids = args[0]
-            out.register_hook(_seeing(self._finish))
+            _watch(out, self._finish)
 
     def _multiplied(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         if out.requires_grad:
             x = args[0].detach()
-            out.register_hook(_seeing(lambda g: self._mix(x, g)))
+            _watch(out, lambda g: self._mix(x, g))
 
     def _mix(self, x: Tensor, g: Tensor) -> None:
         """For each token t the inputs of the output layer, weighted by how the loss pulls there at t's logit."""
@@ -60,13 +60,13 @@ class TiedProduct:
         self._product = (e.double() * self._mixed).sum(1)
 
 
-def _seeing(see: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A hook that looks at a gradient and leaves it as it is."""
+def _watch(out: Tensor, see: Callable[[Tensor], None]) -> None:
+    """Look at the gradient of `out` when it arrives, and leave it as it is."""
 
     def hook(grad: Tensor) -> None:
         see(grad.detach())
 
-    return hook
+    out.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def tied_uses(model: Any) -> tuple[Any, Any] | None:
