@@ -195,8 +195,8 @@ inline F8 Tree(const F8* v) {
   }
 }
 
-// Asks for the same columns of the next band. The hardware prefetcher loses the streams of a band where they cross a page;
-// asking cuts the time of a tensor that is not in the cache by a quarter, and costs one that is a few percent.
+// Asks for the same columns of the next band. The hardware prefetcher loses the streams of a band where they cross a
+// page; asking cuts the time of a tensor that is not in the cache by a quarter, and costs one that is a few percent.
 template <class Format, int kUnits>
 inline void PrefetchNextBand(const char* p, int64_t row_bytes) {
 #pragma GCC unroll 4
