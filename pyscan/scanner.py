@@ -111,7 +111,9 @@ class Scanner:
         self._model = model
         self._device = device_of(model)
         if config.tokens is not False and self._device.type != "cpu":
-            raise ValueError(f"tokens={config.tokens!r} reads models on the CPU, this one is on {self._device}: leave it out")
+            raise ValueError(
+                f"tokens={config.tokens!r} reads models on the CPU, this one is on {self._device}: leave it out"
+            )
         self._off = False
         self._paused = 0
         self._latest: tuple[Row, Buffer] | None = None  # with the buffer that knows its cells
@@ -121,6 +123,7 @@ class Scanner:
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
         self._token_step: tuple[TokenStep, tuple[SiteInfo, ...]] | None = None  # of the newest row
+        self._num_dropped_tokens = 0  # steps whose tokens the writer could not take
         self._untold: set[int] = set()  # sites whose missing tokens were told of
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
@@ -484,6 +487,12 @@ class Scanner:
             made = make_step(closing.step, self.config.tokens, calls, batches, float(closing.scale))
             self._token_step = made, self.schema.sites
             self._tell_missing(made)
+            if self._writer is not None and not self._writer.tokens(made.step, *made.payload()):
+                self._num_dropped_tokens += 1
+                if self._num_dropped_tokens == 1 and self._writer.error is None:
+                    self._event(
+                        "tokens_dropped", text="the disk is too slow for every step's tokens; some are left out"
+                    )
 
     def _tell_missing(self, made: TokenStep) -> None:
         """Sites that had a row and no tokens, or not all of them: said once."""

@@ -1,7 +1,7 @@
 """What a forward was given, token by token: ids, padding, and where sequences begin.
 
-Receives the arguments of the model's forward and hands on a Batch. A sequence is a row of the batch; where `position_ids`
-start again at 0 inside a row, or cumulative lengths are given, the row is packed and each part is a sequence.
+Receives the arguments of the model's forward and hands on a Batch. A sequence is a row of the batch; where
+`position_ids` start again at 0 inside a row, or cumulative lengths are given, the row is packed, and each part is one.
 """
 
 from __future__ import annotations

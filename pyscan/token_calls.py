@@ -32,7 +32,7 @@ Places = NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Rows that met a site; with `ends`, range e of them met site + e. Sums are [rows, ...] or [sites, sequences, ...]."""
+    """Rows that met a site; with `ends`, range e of them met site + e. Sums: [rows, ...] or [sites, sequences, ...]."""
 
     site: int
     batch: int  # which forward of the step; -1: none that was seen
@@ -63,7 +63,8 @@ class Adder(Protocol):
 
     num_threads: int
 
-    def meet(self, call: Call, x: Tensor, batch: Batch | None) -> None: ...
+    def meet(self, call: Call, x: Tensor, batch: Batch | None, whole: Tensor) -> None: ...
+    def forget(self) -> None: ...
     def again(self, call: Call, x: Tensor) -> None: ...
     def arrive(self, call: Call, g: Tensor, batch: Batch | None) -> None: ...
 
@@ -76,8 +77,17 @@ class RowAdder:
         self._block = block
         self._last: tuple[Tensor, int, Sums] | None = None  # q, k and v meet the same tensor
 
-    def meet(self, call: Call, x: Tensor, batch: Batch | None) -> None:
+    def meet(self, call: Call, x: Tensor, batch: Batch | None, whole: Tensor) -> None:
+        """`whole` is the tensor itself as the module was given it; while it is kept here no other has its identity."""
+        last = self._last
+        if last is not None and last[0] is whole and last[1] == whole._version:
+            call.act = last[2]
+            return
         call.act = row_sums(x, block=self._block, num_threads=self.num_threads)
+        self._last = whole, whole._version, call.act
+
+    def forget(self) -> None:
+        self._last = None
 
     def again(self, call: Call, x: Tensor) -> None:
         """A recompute: nothing is missing."""
@@ -94,7 +104,10 @@ class SequenceAdder:
         self._sites = sites
         self._block = block
 
-    def meet(self, call: Call, x: Tensor, batch: Batch | None) -> None:
+    def forget(self) -> None:
+        """Nothing is kept between calls."""
+
+    def meet(self, call: Call, x: Tensor, batch: Batch | None, whole: Tensor) -> None:
         parts = self._parts(call, batch)
         if parts is None:
             call.problem = NO_SEQUENCES

@@ -117,6 +117,7 @@ class TokenCapture:
     def forward_ends(self) -> None:
         self._is_inside = False
         self._routings.clear()
+        self.adder.forget()
 
     # Called from hooks
 
@@ -170,7 +171,7 @@ class TokenCapture:
         plain = to_plain(x)
         if plain is not None:
             call = self._call(site, plain)
-            self._meet(call, _matrix(plain))
+            self._meet(call, _matrix(plain), x)
             made = _maker(out)
             self._await(call, made.grad_fn, made.output_nr, _matrix)
 
@@ -181,7 +182,7 @@ class TokenCapture:
         call, flat = self._call(site, rows), ids.detach().reshape(-1)
         if self._keeps_inputs:
             call.ids = flat
-        self._meet(call, _matrix(rows))
+        self._meet(call, _matrix(rows), out)
         padding = getattr(self._sites[site].module, "padding_idx", None)
         left_out = None if padding is None else flat == padding
 
@@ -200,7 +201,7 @@ class TokenCapture:
             call = self._call(use.site, plain)
             rows = _matrix(plain)
             self._route(call, use, rows)
-            self._meet(call, rows)
+            self._meet(call, rows, use.x)
             made = out if use.turned else _maker(out)
             self._await(call, made.grad_fn, made.output_nr, lambda g: _use_rows(use, g))
         elif _is_grad_enabled():
@@ -218,7 +219,9 @@ class TokenCapture:
         return call
 
     def _is_in_order(self, site: Site, x: Tensor, index: int) -> bool:
-        if index < 0 or site.expert is not None or site.kind.startswith("mha"):  # attention turns batch and length round
+        if (
+            index < 0 or site.expert is not None or site.kind.startswith("mha")
+        ):  # attention turns batch and length round
             return False
         batch = self.batches[index]
         return x.shape[:-1] == batch.shape or (x.ndim == 2 and x.shape[0] == batch.num_tokens)
@@ -226,9 +229,9 @@ class TokenCapture:
     def _batch(self, call: Call) -> Batch | None:
         return self.batches[call.batch] if 0 <= call.batch < len(self.batches) else None
 
-    def _meet(self, call: Call, rows: Tensor) -> None:
+    def _meet(self, call: Call, rows: Tensor, whole: Tensor) -> None:
         self.adder.num_threads = self._capture.state.num_threads
-        self.adder.meet(call, rows, self._batch(call))
+        self.adder.meet(call, rows, self._batch(call), whole)
         if self._keeps_inputs and call.x is None and not call.problem:
             self._waiting.setdefault(call.site, []).append(call)
 
@@ -262,12 +265,15 @@ class TokenCapture:
         site = self._sites[use.site]
         call.ends = None if use.ends is None else use.ends.to(torch.int64).numpy()
         routing, batch = self._routings.get(site.module), self._batch(call)
-        if site.expert is None or routing is None or batch is None:
+        if site.expert is None or routing is None or batch is None or routing.num_tokens != batch.num_tokens:
+            return
+        if use.order is not None:
+            call.places = routing.all_places(use.order, len(rows) // max(len(use.order), 1))
             return
         call.places = np.full(len(rows), -1, np.int64)
         for expert, (begin, end) in enumerate(call.ranges, site.expert):
-            places = routing.places(expert, rows[begin:end])
-            if places is not None and routing.num_tokens == batch.num_tokens:
+            places = routing.places(expert, rows[begin:end], is_grouped=use.ends is not None)
+            if places is not None:
                 call.places[begin:end] = places
 
 

@@ -37,7 +37,7 @@ def _nobody() -> None:
 def watch_call(
     module: nn.Module, before: Callable[[Any], None] | None, after: Callable[[Any, Any], None]
 ) -> Callable[[], None]:
-    """Call `before` with the first argument of every forward, `after` with that and the output; returns what ends it."""
+    """Call `before` with the first argument of every forward, `after` with it and the output; returns what ends it."""
     tap = Tap(before, after)
     module.__dict__[TAP] = tap
     handles: list[Any] = [module.register_forward_hook(_after, with_kwargs=True)]

@@ -7,7 +7,7 @@ of the tokens that the router chose for the expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Routing:
         self._hidden = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
         self._chosen = next((t for t in tensors if self._is_choice(t)), None)
         self._known: dict[int, Places] = {}  # by expert, from its first use
+        self._sorted: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -36,31 +37,44 @@ class Routing:
         is_int = not t.is_floating_point() and t.dtype != torch.bool
         return self._hidden is not None and is_int and t.ndim >= 2 and t.numel() % max(len(self._hidden), 1) == 0
 
-    def places(self, expert: int, rows: Tensor) -> Places | None:
-        """The tokens of the rows that met an expert; None if that cannot be told."""
+    def all_places(self, order: Tensor, rows_each: int) -> Places | None:
+        """The tokens of rows that were gathered choice by choice and then brought into this order."""
+        if self._chosen is None or self._chosen.numel() != len(order) or rows_each != 1:
+            return None
+        found: Places = (order // (len(order) // max(self.num_tokens, 1))).numpy()
+        return found
+
+    def places(self, expert: int, rows: Tensor, *, is_grouped: bool) -> Places | None:
+        """The tokens of the rows that met an expert, alone or grouped with all others; None if that is not known."""
         if expert not in self._known:
-            found = self._find(expert, rows.detach())
+            found = self._find(expert, rows.detach(), is_grouped)
             if found is None:
                 return None
             self._known[expert] = found
         known = self._known[expert]
         return known if len(known) == len(rows) else None
 
-    def _find(self, expert: int, rows: Tensor) -> Places | None:
+    def _find(self, expert: int, rows: Tensor, is_grouped: bool) -> Places | None:
         if self._hidden is None or rows.shape[1] != self._hidden.shape[1]:
             return None
         hidden = self._hidden.to(rows.dtype)
-        for places in self._candidates(expert, len(rows)):
-            if torch.equal(hidden[places], rows):
+        for places in self._candidates(expert, is_grouped):
+            if len(places) == len(rows) and torch.equal(hidden[places], rows):
                 found: Places = places.numpy()
                 return found
         return None
 
-    def _candidates(self, expert: int, num_rows: int) -> list[Tensor]:
-        """Orders in which implementations take the tokens of an expert: by token, or by rank of the choice first."""
-        assert self._hidden is not None
+    def _candidates(self, expert: int, is_grouped: bool) -> Iterator[Tensor]:
+        """Orders in which implementations take the tokens of an expert, the usual one first."""
         if self._chosen is None:
-            return [torch.arange(len(self._hidden))] if num_rows == len(self._hidden) else []
-        hit = self._chosen.reshape(len(self._hidden), -1) == expert
-        orders = [hit.nonzero()[:, 0], hit.T.nonzero()[:, 1]]
-        return [order for order in orders if len(order) == num_rows]
+            yield torch.arange(self.num_tokens)
+            return
+        chosen = self._chosen.reshape(self.num_tokens, -1)
+        hit = chosen == expert
+        if is_grouped:  # sorted by torch, which need not be stable
+            experts, order = self._sorted if self._sorted is not None else torch.sort(chosen.flatten())
+            self._sorted = experts, order
+            yield order[experts == expert] // chosen.shape[1]
+        yield hit.T.nonzero()[:, 1]  # by rank of the choice, then by token
+        yield hit.nonzero()[:, 0]
+        yield torch.arange(self.num_tokens)

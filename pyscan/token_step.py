@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pyscan.codecs import ABSENT
 from pyscan.latest import ABSENT_SUM
+from pyscan.payloads import TokenArray, Tokens, tokens_start
 from pyscan.schema import SiteInfo
 from pyscan.token_batch import Batch
 from pyscan.token_calls import Call
@@ -52,6 +53,21 @@ class TokenStep:
     def num_tokens(self) -> int:
         return int(self.sequences[:, 1].sum())
 
+    def payload(self) -> tuple[bytes, list[Sums]]:
+        """For the file: a tokens frame up to its cells, and the sums of squares that are to be its cells."""
+        arrays, sums = [], []
+        for index, rows in sorted(self.sites.items()):
+            places = None if rows.places is None else rows.places.astype("<i4")
+            for channel, values in (("act", rows.act), ("grad", rows.grad)):
+                if values is not None:
+                    arrays.append(TokenArray(index, channel, "log2q8", values, places))
+                    sums.append(values)
+        mask = None if self.mask is None else self.mask.astype("u1")
+        sequences = self.sequences.astype("<i4")
+        ids = None if self.ids is None else _narrow(self.ids)
+        tokens = Tokens(self.step, ids, arrays, self.mode, mask, sequences)
+        return tokens_start(tokens, self.num_tokens), sums
+
     def view(self, infos: Sequence[SiteInfo]) -> dict[str, Any]:
         """As `scan.tokens()` and `run.tokens(step)` give it."""
         result: dict[str, Any] = {"ids": self.ids, "mask": self.mask, "sequences": self.sequences}
@@ -61,10 +77,14 @@ class TokenStep:
                 channels["grad"] = norms(rows.grad)
             if rows.places is not None:
                 channels["positions"] = rows.places
-            result[infos[index].name] = SiteTokens(
-                channels, mode=self.mode, is_lookup=infos[index].kind == "embedding"
-            )
+            result[infos[index].name] = SiteTokens(channels, mode=self.mode, is_lookup=infos[index].kind == "embedding")
         return result
+
+
+def _narrow(ids: Ints) -> NDArray[Any]:
+    """In 4 bytes each, where they fit."""
+    is_small = ids.size == 0 or (ids.min() >= -(2**31) and ids.max() < 2**31)
+    return ids.astype("<i4" if is_small else "<i8")
 
 
 def norms(sums: Sums) -> Sums:
@@ -106,7 +126,7 @@ def _joined(arrays: Sequence[Any], shape: tuple[int, ...]) -> Any:
 
 
 def _sequences(batches: Sequence[Batch], starts: Ints) -> Ints:
-    moved = [batch.sequences + [start, 0] for batch, start in zip(batches, starts, strict=False)]
+    moved = [batch.sequences + np.array([start, 0]) for batch, start in zip(batches, starts, strict=False)]
     return np.concatenate(moved) if moved else np.zeros((0, 2), np.int64)
 
 

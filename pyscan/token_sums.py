@@ -29,27 +29,11 @@ def num_blocks(width: int, block: int) -> int:
 
 def row_sums(x: Tensor, *, block: int | None, num_threads: int) -> Sums:
     """Per row of x the sum of squares, [rows]; with `block`, of each block of its last dimension, [rows, blocks]."""
-    matrix = readable(x.detach())
-    address, dtype, rows, cols, *strides = matrix_of(matrix)
-    width = max(block or cols, 1)
-    blocks = num_blocks(cols, width)
-    sums = np.zeros((rows, blocks))
-    stats = np.zeros((3, blocks))
-    if rows and cols:
-        _C.reduce_into(
-            address, dtype, rows, cols, *strides, stats[0], stats[1], stats[2],
-            block=width, row_sumsq=sums if block is not None else sums[:, 0], num_threads=num_threads,
-        )  # fmt: skip
-        if stats[2].any():
-            sums[_bad_cells(matrix.reshape(rows, cols), width, blocks)] = np.nan
-    return sums if block is not None else sums[:, 0]
-
-
-def _bad_cells(matrix: Tensor, width: int, blocks: int) -> NDArray[np.bool_]:
-    bad = ~torch.isfinite(matrix)
-    padded = torch.nn.functional.pad(bad, (0, blocks * width - matrix.shape[1]))
-    found: NDArray[np.bool_] = padded.view(len(matrix), blocks, width).any(-1).numpy()
-    return found
+    sums = _C.row_sums(x, x.shape[-1], block or 0, block is not None, num_threads)
+    if sums is None:
+        matrix = readable(x.detach())
+        sums = _C.row_sums_of(*matrix_of(matrix), block or 0, block is not None, num_threads)
+    return sums
 
 
 def segment_sums(rows: Sums, segments: Sequence[NDArray[np.int64]]) -> Sums:
@@ -90,7 +74,7 @@ def _outer_sums(x: Tensor, g: Tensor, block: int) -> Sums:
     width = block or x.shape[1]
     padded = torch.nn.functional.pad(x64, (0, blocks * width - x.shape[1])).view(rows, blocks, width).transpose(0, 1)
     each = max(_GRAM_VALUES // max(rows * rows, 1), 1)
-    sums = [((part @ part.mT) * gram).sum((1, 2)) for part in padded.split(each)]
+    sums = [((part @ part.mT) * gram).sum((1, 2)) for part in torch.split(padded, each)]
     result: Sums = torch.cat(sums).clamp(min=0).numpy()
     return result
 
