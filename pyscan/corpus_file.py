@@ -52,7 +52,7 @@ class CorpusFile:
             if one.sequence.number not in self.done:
                 self._finished[one.sequence.number] = one
             elif self.lacks(one.sequence):
-                self._tell(one.sequence)
+                self._tell(one)
         ready = []
         while self._expected and self._expected[0] in self._finished:
             ready.append(self._finished.pop(self._expected.pop(0)))
@@ -61,7 +61,7 @@ class CorpusFile:
 
     def _write(self, rows: list[Measured]) -> None:
         for row in rows:
-            self._tell(row.sequence)
+            self._tell(row)
             for kind, text in troubles(row):
                 self._writer.event(kind, row.sequence.number, text=text)
         self._flush()
@@ -74,12 +74,14 @@ class CorpusFile:
         if not self._writer.flush():
             raise CorpusError(f"{self.path} cannot be written: {self._writer.error}; what is in it stays readable")
 
-    def _tell(self, sequence: Sequence) -> None:
-        record = sequence.record
+    def _tell(self, row: Measured) -> None:
+        sequence, record = row.sequence, row.sequence.record
         told: dict[str, Any] = {"num_tokens": len(sequence.ids), "num_targets": sequence.num_targets}
         told |= {"source": record.source, "line": record.line, "text": sequence.text}
         told |= {"num_cut": sequence.num_cut} if sequence.num_cut else {}
         self._writer.event("sequence", record.number, sequence_id=record.number, **told)
+        if row.tokens is not None:
+            self._writer.tokens(record.number, row.tokens)
         self._told.add(record.number)
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
@@ -96,6 +98,9 @@ class CorpusFile:
             _same(self.path, settings, schema.metadata["corpus"])
             self.done = set(run.steps["step"].tolist())
             self._told = {event["step"] for event in run.events if event["kind"] == "sequence"}
+            if settings.get("tokens"):
+                no_tokens = {event["step"] for event in run.events if event["kind"] == "no_targets"}
+                self._told &= no_tokens.union(run.token_steps())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self._writer.close()

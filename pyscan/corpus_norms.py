@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 import pyscan
+from pyscan import codecs
 from pyscan.config import Event
 from pyscan.corpus_tied import TiedProduct, are_plain, tied_uses
 from pyscan.corpus_tokens import CorpusError, Sequence
 from pyscan.latest import ABSENT_SUM
+from pyscan.payloads import TokenArray, encode_tokens
 from pyscan.schema import Schema
 
 IGNORED = -100
@@ -32,25 +34,30 @@ class Measured(NamedTuple):
     sequence: Sequence
     cells: NDArray[np.float64]
     loss: float | None  # None: no target token, so that there is no loss
+    tokens: bytes | None = None  # the payload of its tokens frame
 
 
 class Meter:
-    """Runs batches through a model that is scanned into memory; `options` are those of `attach`."""
+    """Runs batches through a model that is scanned into memory; `options` are those of `attach`.
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    With `tokens`, rows have their tokens too, and sequences go through the model one by one.
+    """
+
+    def __init__(self, model: Any, *, tokens: bool = False, **options: Any) -> None:
         self.model = model
+        self._tokens = tokens
         self._options = options
         self._events: list[Event] = []
         self._tied: TiedProduct | None = None
         uses = tied_uses(model)
-        self._together = model.device.type == "cpu" and (uses is None or are_plain(uses))
+        self._together = not tokens and model.device.type == "cpu" and (uses is None or are_plain(uses))
         try:
             self._attach()
         except ValueError as error:
             raise CorpusError(str(error)) from error
 
     def _attach(self) -> None:
-        tokens = "sequences" if self._together else False
+        tokens = "sequences" if self._together else self._tokens
         fixed: dict[str, Any] = {"watch": False, "on_event": self._hear, "mask": "attention_mask"}
         self._scan = pyscan.attach(self.model, None, tokens=tokens, **fixed, **self._options)
         self._sites = self._scan.schema.sites
@@ -90,7 +97,8 @@ class Meter:
         self._stop_if_off()
         total = self._scan.rows.pop().cells[: self._num_cells]
         cells = self._cells(len(sequences)) if self._together else total[None]
-        return [Measured(*row) for row in zip(sequences, cells, losses.tolist(), strict=True)]
+        rows = [Measured(*row) for row in zip(sequences, cells, losses.tolist(), strict=True)]
+        return [row._replace(tokens=self._payload(row.sequence)) for row in rows] if self._tokens else rows
 
     def _losses(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The mean loss of each sequence."""
@@ -119,6 +127,17 @@ class Meter:
             if site.tied_to is not None and self._tied is not None:
                 both = grads[site.name] + grads[site.tied_to] + 2 * self._tied.take()
                 grads[site.name] = grads[site.tied_to] = np.maximum(both, 0.0)
+
+    def _payload(self, sequence: Sequence) -> bytes:
+        """The tokens frame of the sequence that went through the model last."""
+        tokens = self._scan.tokens()
+        arrays = [
+            TokenArray(index, channel, "log2q8", codecs.encode(tokens[site.name][channel], "log2q8"))
+            for index, site in enumerate(self._sites)
+            for channel in ("act", "grad")
+            if channel in tokens.get(site.name, {})
+        ]
+        return encode_tokens(sequence.number, len(sequence.ids), tokens["ids"].astype("<i4"), arrays)
 
     def _separate(self) -> None:
         """From here on one sequence at a time; the first batch is enough to know."""

@@ -40,6 +40,7 @@ class Settings:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     block: int = 64
+    tokens: bool = False
     resume: bool = False
     rank: int = 0
     world: int = 1
@@ -69,7 +70,7 @@ class CorpusScan:
         if self._max_length is not None and self._max_length < settings.generate + 2:
             raise CorpusError(f"--generate {settings.generate} leaves no room in {self._max_length} tokens")
         patterns = {"include": settings.include or None, "exclude": settings.exclude or None}
-        self._meter = Meter(self._model, block=settings.block, **patterns)
+        self._meter = Meter(self._model, tokens=settings.tokens, block=settings.block, **patterns)
         self._told = self._metadata(survey)
 
     def _metadata(self, survey: corpus.Survey) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class CorpusScan:
             "include": list(settings.include),
             "exclude": list(settings.exclude),
             "block": settings.block,
+            "tokens": settings.tokens,
         }
 
     def run(self, tick: Tick) -> Path:

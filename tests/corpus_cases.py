@@ -12,7 +12,7 @@ from tests.loop import ROOT, make_job
 
 CORPORA = ROOT / "examples" / "corpora"
 TOPICS = ("arithmetic", "code", "prose")
-SIZES = "--hidden 64 --layers 2 --heads 4 --vocabulary 500 --context 96 --corpus-bytes 100000 --steps 25 --lr 3e-3"
+SIZES = "--hidden 64 --layers 2 --heads 4 --vocabulary 500 --context 96 --corpus-bytes 60000 --steps 15 --lr 3e-3"
 
 
 def train_model(directory: Path) -> Path:

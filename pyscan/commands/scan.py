@@ -66,6 +66,7 @@ class Scan(Verb):
         add("--include", metavar="REGEX", action="append", default=[], help="only weights whose name it finds")
         add("--exclude", metavar="REGEX", action="append", default=[], help="not the weights whose name it finds")
         add("--block", metavar="N", type=int, default=64, help="input features per cell; 0: one cell per weight (64)")
+        add("--tokens", action="store_true", help="keep the rows of every token too: run.tokens(number)")
         add("--skip-bad", action="store_true", help="leave out lines that cannot be used instead of stopping")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -98,6 +99,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         include=tuple(args.include),
         exclude=tuple(args.exclude),
         block=args.block,
+        tokens=args.tokens,
         resume=args.resume,
         rank=int(os.environ.get("RANK", 0)),  # as torchrun gives them
         world=int(os.environ.get("WORLD_SIZE", 1)),
