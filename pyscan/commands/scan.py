@@ -32,14 +32,14 @@ class Scan(Verb):
     response carries loss, of a text all tokens. With --generate N the model
     first answers each prompt by itself; prompt and answer are then scanned.
 
-    A scan that was interrupted goes on with --resume and scans no sequence
-    again. Under torchrun every process takes its share of the batches; the
+    A scan that was interrupted goes on with --resume; no sequence has two
+    rows. Under torchrun every process takes its share of the batches; the
     common name opens all their rows as one scan.
 
     examples:
       pyscan scan --model runs/demo/model --data code.jsonl -o code.mscan
       pyscan scan --model NAME --data a.jsonl b.jsonl -o ab.mscan --generate 64
-      torchrun --nproc-per-node 2 -m pyscan scan --model DIR --data a.jsonl -o a.mscan
+      torchrun --nproc-per-node 2 -m pyscan scan --model M --data D -o a.mscan
       pyscan diff code.mscan prose.mscan
     """
 
