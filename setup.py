@@ -23,7 +23,10 @@ EXTRAS = {
     "wandb": ["wandb>=0.19.10", "pillow>=10"],
     "tensorboard": ["tensorboard>=2.11"],
 }
+# Tools of others, for the benchmarks alone.
+PEERS = ["mindstudio-probe>=26.2", "nvdlfw_inspect>=0.2.2", "wandb>=0.19.10"]
 EXTRAS["all"] = sorted({requirement for group in EXTRAS.values() for requirement in group})
+EXTRAS["peers"] = PEERS
 
 
 class CMakeBuild(build_ext):
