@@ -18,6 +18,7 @@ EXTRAS = {
     "pandas": ["pandas>=2"],
     "demo": ["rich>=13", "tokenizers>=0.20", "transformers>=4.48"],
     "transformers": ["transformers>=4.48", "accelerate>=1.0"],
+    "scan": ["rich>=13", "tokenizers>=0.20", "transformers>=4.48", "jinja2>=3.1"],
     "lightning": ["lightning>=2.2"],
     "accelerate": ["accelerate>=1.0"],
     "wandb": ["wandb>=0.19.10", "pillow>=10"],

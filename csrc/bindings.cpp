@@ -10,5 +10,6 @@ PYBIND11_MODULE(_C, m) {
   pyscan::BindObserve(m);
   pyscan::BindGradients(m);
   pyscan::BindWatch(m);
+  pyscan::BindTokens(m);
   pyscan::BindWriter(m);
 }

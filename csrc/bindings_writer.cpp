@@ -110,6 +110,15 @@ bool WriteEvent(Writer& writer, const std::string& json) {
   return writer.WriteEvent(json);
 }
 
+bool WriteTokens(Writer& writer, uint64_t step, std::string bytes,
+                 const std::vector<py::array_t<double, py::array::c_style>>& sums) {
+  std::vector<std::vector<double>> arrays;
+  arrays.reserve(sums.size());
+  for (const auto& array : sums) arrays.emplace_back(array.data(), array.data() + array.size());
+  const py::gil_scoped_release release;
+  return writer.WriteTokens(step, std::move(bytes), std::move(arrays));
+}
+
 bool ChangeSchema(Writer& writer, const std::string& schema, const LayoutArgument& argument) {
   const Layout layout = ParseLayout(argument);
   const py::gil_scoped_release release;
@@ -173,7 +182,8 @@ void BindWriter(py::module_& m) {
            py::arg("loss") = py::none(), py::arg("lr") = py::none(), py::arg("grad_scale") = py::none(),
            py::arg("total_norm") = py::none(), py::arg("flags") = 0)
       .def("event", &WriteEvent, py::arg("json"))
-      .def("tokens", &Writer::WriteTokens, py::arg("step"), py::arg("payload"), no_gil)
+      .def("tokens", &WriteTokens, py::arg("step"), py::arg("bytes"),
+           py::arg("sums") = std::vector<py::array_t<double, py::array::c_style>>())
       .def("schema", &ChangeSchema, py::arg("schema"), py::arg("layout"))
       .def("flush", &Writer::Flush, py::arg("wait") = true, no_gil)
       .def("close", &Writer::Close, no_gil)

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "pack.h"
 #include "queue.h"
 
 namespace pyscan {
@@ -24,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kLongestWait = std::chrono::milliseconds(20);
 constexpr uint64_t kQueueBytes = uint64_t{64} << 20;    // wide rows get fewer slots, but never less than 2
 constexpr uint64_t kMessageBytes = uint64_t{64} << 20;  // events and tokens waiting
+constexpr uint64_t kWakeBytes = uint64_t{8} << 20;      // of them, reason enough to wake the writer thread
 constexpr size_t kDroppedSteps = 1000;                  // steps a dropped_rows event names; its count is complete
 
 // Blocks every signal in this thread for its lifetime. A thread started meanwhile inherits that: the signals of the
@@ -45,7 +47,25 @@ struct Message {
   FrameKind kind;
   uint64_t step;
   std::string bytes;
+  std::vector<std::vector<double>> arrays = {};  // of tokens, still to be packed
+
+  uint64_t num_bytes() const {
+    uint64_t total = bytes.size();
+    for (const std::vector<double>& array : arrays) total += array.size() * sizeof(double);
+    return total;
+  }
 };
+
+// The payload of a message, its arrays packed.
+std::string Payload(Message message) {
+  std::string payload = std::move(message.bytes);
+  for (const std::vector<double>& array : message.arrays) {
+    const size_t begin = payload.size();
+    payload.resize(begin + (array.size() * CodecBytes(Codec::kLog2q8) + 63) / 64 * 64);
+    Pack(ActiveIsa(), Codec::kLog2q8, Transform::kRoot, array.data(), array.size(), &payload[begin]);
+  }
+  return payload;
+}
 
 std::unique_ptr<RowQueue> MakeQueue(size_t queue_rows, const Layout& layout) {
   const uint64_t num_cells = NumCells(layout);
@@ -71,7 +91,7 @@ class Writer::Core {
 
   Handover TryWrite(const RowRecord& record, const double* cells, uint64_t num_cells);
   bool Write(const RowRecord& record, const double* cells, uint64_t num_cells);
-  bool Send(FrameKind kind, uint64_t step, std::string bytes);
+  bool Send(Message message);
   bool ChangeSchema(const std::string& schema, const Layout& layout);
   bool Flush(bool wait);
   bool Close();
@@ -184,12 +204,14 @@ void Writer::Core::Open(const WriterOptions& options) {
 bool Writer::Core::Turn(Clock::time_point* deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   wake_.wait_until(lock, *deadline, [this] {
-    return closing_ || change_ != nullptr || flushes_wanted_ > flushes_done_ || queue_->size() >= queue_->wake_size();
+    return closing_ || change_ != nullptr || flushes_wanted_ > flushes_done_ || message_bytes_ >= kWakeBytes ||
+           queue_->size() >= queue_->wake_size();
   });
   const bool closing = closing_;
   SchemaChange* const change = change_;
   const uint64_t flushes = flushes_wanted_;
-  const bool flush = closing || change != nullptr || flushes > flushes_done_ || Clock::now() >= *deadline;
+  const bool flush = closing || change != nullptr || flushes > flushes_done_ || message_bytes_ >= kWakeBytes ||
+                     Clock::now() >= *deadline;
   lock.unlock();
   try {
     Work(flush, change, closing);
@@ -251,9 +273,10 @@ void Writer::Core::WriteMessages() {
   }
   std::string lines;
   uint32_t num_lines = 0;
-  for (const Message& message : messages) {
+  for (Message& message : messages) {
     if (message.kind == FrameKind::kTokens) {
-      store_->WriteTokens(message.step, message.bytes);
+      const uint64_t step = message.step;
+      store_->WriteTokens(step, Payload(std::move(message)));
     } else {
       lines += message.bytes + "\n";
       ++num_lines;
@@ -316,11 +339,13 @@ void Writer::Core::Drop(const RowRecord& record) {
   if (dropped_steps_.size() < kDroppedSteps) dropped_steps_.push_back(record.step);
 }
 
-bool Writer::Core::Send(FrameKind kind, uint64_t step, std::string bytes) {
+bool Writer::Core::Send(Message message) {
+  const uint64_t num_bytes = message.num_bytes();
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (off || message_bytes_ + bytes.size() > kMessageBytes) return false;
-  message_bytes_ += bytes.size();
-  messages_.push_back({kind, step, std::move(bytes)});
+  if (off || message_bytes_ + num_bytes > kMessageBytes) return false;
+  message_bytes_ += num_bytes;
+  messages_.push_back(std::move(message));
+  if (message_bytes_ >= kWakeBytes) wake_.notify_one();
   return true;
 }
 
@@ -381,10 +406,12 @@ bool Writer::Write(const RowRecord& record, const double* cells, uint64_t num_ce
   return !in_child() && core_->Write(record, cells, num_cells);
 }
 
-bool Writer::WriteEvent(std::string json) { return !in_child() && core_->Send(FrameKind::kEvents, 0, std::move(json)); }
+bool Writer::WriteEvent(std::string json) {
+  return !in_child() && core_->Send({FrameKind::kEvents, 0, std::move(json)});
+}
 
-bool Writer::WriteTokens(uint64_t step, std::string payload) {
-  return !in_child() && core_->Send(FrameKind::kTokens, step, std::move(payload));
+bool Writer::WriteTokens(uint64_t step, std::string bytes, std::vector<std::vector<double>> arrays) {
+  return !in_child() && core_->Send({FrameKind::kTokens, step, std::move(bytes), std::move(arrays)});
 }
 
 bool Writer::ChangeSchema(const std::string& schema, const Layout& layout) {

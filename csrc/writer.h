@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "format.h"
 #include "store.h"
@@ -40,7 +41,9 @@ class Writer {
 
   // One JSON object without a newline. False if the writer is off or 64 MiB of events and tokens wait to be written.
   bool WriteEvent(std::string json);
-  bool WriteTokens(uint64_t step, std::string payload);
+  // The payload of a tokens frame: `bytes`, then each array of sums of squares as log2q8 codes of its root, padded with
+  // zeros to a multiple of 64. They are packed on the writer thread.
+  bool WriteTokens(uint64_t step, std::string bytes, std::vector<std::vector<double>> arrays = {});
 
   // The rows so far are closed as a short frame; returns when the new schema is in the file, false if the writer is
   // off.

@@ -46,6 +46,7 @@ class Capture:
         self._on_error = on_error
         self._direct = self.state.direct  # sites that were ever recorded outside a backward
         self._mask: Tensor | None = None
+        self.compiled: set[int] = set()  # sites that were seen inside a compiled region
 
     def set_mask(self, mask: Tensor | None) -> None:
         """Rows of the forward that runs now count where the mask is true."""
@@ -62,6 +63,7 @@ class Capture:
         def see(x: Tensor) -> None:
             if self.state.active:
                 start = _clock()
+                self.compiled.add(site)
                 self.state.meet(site, 1)
                 self._careful(site, x, at_once=True)  # its memory is used again right after
                 self.state.seconds += _clock() - start
@@ -71,7 +73,7 @@ class Capture:
     def _careful(self, site: int, x: Any, *, at_once: bool = False) -> None:
         """An input that is not plain, of a grad-enabled forward."""
         try:
-            plain = None if self._is_recompute(site) else _plain(x)
+            plain = None if self.is_recompute(site) else to_plain(x)
             if plain is not None:
                 self.forget()
                 self._buffer.add_input(site, self._masked(plain), at_once=at_once)
@@ -84,10 +86,10 @@ class Capture:
             return
         if _graph_task() == -1:
             self.state.meet(site, 1 if ends is None else len(ends))
-        if not _is_grad_enabled() or self._is_recompute(site):
+        if not _is_grad_enabled() or self.is_recompute(site):
             return
         start = _clock()
-        plain = _plain(x)
+        plain = to_plain(x)
         if plain is not None:
             self.forget()
             if ends is None:
@@ -100,7 +102,7 @@ class Capture:
         """Let go of the last input: the forward is over, or the engine's memory of it is."""
         self.state.forget()
 
-    def _is_recompute(self, site: int) -> bool:
+    def is_recompute(self, site: int) -> bool:
         """Whether this input was recorded before.
 
         Inside a backward, checkpointing runs a forward again. If the first run had gradients enabled, it was recorded
@@ -118,7 +120,7 @@ class Capture:
         return self._buffer.masked(x, mask)
 
 
-def _plain(value: Any) -> Tensor | None:
+def to_plain(value: Any) -> Tensor | None:
     """The tensor to read, or None where there is nothing to read: fake and meta tensors, tensors inside a transform."""
     if not isinstance(value, Tensor):
         return None

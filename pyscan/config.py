@@ -9,6 +9,7 @@ from typing import Any
 from pyscan.watch import Watch
 
 Event = dict[str, Any]
+TOKEN_MODES = ("blocks", "sequences")  # beside True
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class ScanConfig:
     metadata: Mapping[str, Any] | None = None
     on_event: Callable[[Event], None] | None = None
     watch: Watch | bool = True
+    tokens: bool | str = False
 
     def __post_init__(self) -> None:
         for name, least in (("block", 0), ("every", 1)):
@@ -38,5 +40,8 @@ class ScanConfig:
             raise TypeError(f"mask names a keyword of the model's forward, got {type(self.mask).__name__}")
         if self.on_event is not None and not callable(self.on_event):
             raise TypeError(f"on_event must be callable, got {type(self.on_event).__name__}")
+        if not isinstance(self.tokens, bool) and self.tokens not in TOKEN_MODES:
+            modes = ", ".join(map(repr, TOKEN_MODES))
+            raise ValueError(f"tokens must be False, True or one of {modes}, got {self.tokens!r}")
         if not isinstance(self.watch, Watch | bool):
             raise TypeError(f"watch must be True, False or a pyscan.Watch, got {type(self.watch).__name__}")

@@ -27,12 +27,14 @@ class ForwardWatch:
         mask: str | None,
         *,
         on_begin: Callable[[Tensor | None], None],
+        on_batch: Callable[[tuple[Any, ...], dict[str, Any]], None] = nothing,
         on_end: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         self.active = True  # losses and tokens count
         self._mask = mask
         self._on_begin = on_begin
+        self._on_batch = on_batch
         self._on_end = on_end
         self._losses: list[Tensor] = []
         self._are_shares = False  # the losses of the micro-batches add up to that of the step
@@ -83,6 +85,7 @@ class ForwardWatch:
         # Models of transformers that are told the items of the whole step divide each loss by them.
         self._are_shares |= kwargs.get("num_items_in_batch") is not None
         self._on_begin(mask)
+        self._on_batch(args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.active or not torch.is_grad_enabled():

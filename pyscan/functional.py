@@ -15,7 +15,7 @@ from torch import nn
 
 from pyscan.intercept import PATCHES, Args, Kwargs, listen, listeners, unlisten
 from pyscan.sites import Site
-from pyscan.uses import Frame, Sink, Slot
+from pyscan.uses import Frame, Sink, Slot, Use
 
 
 class FunctionalCapture:
@@ -24,12 +24,21 @@ class FunctionalCapture:
     `site` indexes the list of sites; the last dimension of `x` is the input axis. With `offsets` (on the device of x),
     rows offsets[e-1] to offsets[e] of `x` met site + e, and an empty range met nothing. The first error goes to
     `on_error` and ends the capture; the forward goes on. `problems` says, by site, what could not be linked.
+    `products` is called with each use and the result of the product.
     """
 
-    def __init__(self, sites: Sequence[Site], sink: Sink, *, on_error: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        sink: Sink,
+        *,
+        on_error: Callable[[Exception], None],
+        products: Callable[[Use, object], None] | None = None,
+    ) -> None:
         self.problems: dict[int, str] = {}
         self.active = True
         self.sink = sink
+        self.products = products
         self._on_error = on_error
         self._owners = _owners(sites)
         self._handles = []
@@ -118,13 +127,13 @@ class _Forward:
         self._frame.refresh()
         listen(self)
 
-    def patched(self, name: str, args: Args, kwargs: Kwargs) -> None:
-        self._heard(name, args, kwargs, counts_only=self._learns)
+    def patched(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        self._heard(name, args, kwargs, out, counts_only=self._learns)
 
-    def watched(self, name: str, args: Args, kwargs: Kwargs) -> None:
-        self._heard(name, args, kwargs, counts_only=False)
+    def watched(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None:
+        self._heard(name, args, kwargs, out, counts_only=False)
 
-    def _heard(self, name: str, args: Args, kwargs: Kwargs, counts_only: bool) -> None:
+    def _heard(self, name: str, args: Args, kwargs: Kwargs, out: object, *, counts_only: bool) -> None:
         """Runs in the middle of a forward, where nothing may be raised."""
         capture = self._capture
         if not capture.active or not torch.is_grad_enabled():
@@ -137,7 +146,9 @@ class _Forward:
                 self._num_patched[name] = self._num_patched.get(name, 0) + 1
             else:
                 self._num_uses += 1
-                capture.sink(*use)
+                capture.sink(use.site, use.x, use.ends)
+                if capture.products is not None:
+                    capture.products(use, out)
         except Exception as error:
             capture.fail(error)
 

@@ -30,8 +30,8 @@ class Listener(Protocol):
 
     @property
     def owner(self) -> object: ...
-    def patched(self, name: str, args: Args, kwargs: Kwargs) -> None: ...
-    def watched(self, name: str, args: Args, kwargs: Kwargs) -> None: ...
+    def patched(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None: ...
+    def watched(self, name: str, args: Args, kwargs: Kwargs, out: object) -> None: ...
     def copied(self, name: str, args: Args, out: object) -> None: ...
 
 
@@ -96,7 +96,7 @@ class Patch:
             if self._replacement is replacement:
                 for listener in _THREAD.listeners:
                     if name in listener.patches:
-                        listener.patched(name, args, kwargs)
+                        listener.patched(name, args, kwargs, out)
             return out
 
         return replacement
@@ -127,7 +127,7 @@ class Watch(TorchFunctionMode):
         if name in MATMULS:
             for listener in _THREAD.listeners:
                 if listener.watches:
-                    listener.watched(name, args, kwargs or {})
+                    listener.watched(name, args, kwargs or {}, out)
         elif name in COPIES:
             for listener in _THREAD.listeners:
                 if listener.watches:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from pyscan import codecs, payloads
 from pyscan import format as fmt
 from pyscan.errors import ScanError, ScanFormatError
@@ -14,6 +12,7 @@ from pyscan.frames import ScanFile
 from pyscan.payloads import Event, Tokens
 from pyscan.schema import Layout, SiteInfo
 from pyscan.timeline import Timeline
+from pyscan.token_view import SiteTokens
 
 
 class Journal:
@@ -100,21 +99,17 @@ class Journal:
 
 
 def by_site(tokens: Tokens, sites: tuple[SiteInfo, ...]) -> dict[str, Any]:
-    """The arrays of a step under the names of their sites; a contribution that is not stored is computed.
+    """The arrays of a step under the names of their sites; a contribution is computed when it is asked for.
 
     ||x_t|| * ||g_t|| is the norm of position t's own contribution to the gradient; for an embedding, ||g_t|| alone.
     """
-    result: dict[str, Any] = {"ids": tokens.ids}
+    mask = None if tokens.mask is None else tokens.mask != 0
+    result: dict[str, Any] = {"ids": tokens.ids, "mask": mask, "sequences": tokens.sequences}
     for array in tokens.arrays:
-        channels = result.setdefault(sites[array.site].name, {})
+        site = sites[array.site]
+        new = SiteTokens({}, mode=tokens.mode, is_lookup=site.kind == "embedding")
+        channels = result.setdefault(site.name, new)
         channels[array.channel] = codecs.decode(array.codes, array.codec)
-    for site in sites:
-        channels = result.get(site.name, {})
-        if "contribution" in channels or "grad" not in channels:
-            continue
-        if site.kind == "embedding":
-            channels["contribution"] = channels["grad"]
-        elif "act" in channels and channels["act"].shape == channels["grad"].shape:
-            with np.errstate(over="ignore", invalid="ignore"):
-                channels["contribution"] = channels["act"] * channels["grad"]
+        if array.positions is not None:
+            channels["positions"] = array.positions
     return result

@@ -16,13 +16,16 @@ import numpy as np
 from pyscan import codecs
 from pyscan.codecs import Array
 from pyscan.errors import ScanFormatError
-from pyscan.format import padded
+from pyscan.format import pad64, padded
 from pyscan.strict_json import loads, loads_strict
 
 _LENGTH = struct.Struct("<I")
-_ID_DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "i8": np.dtype("<i8"), "u4": np.dtype("<u4")}
+_ID_DTYPES = {name: np.dtype(f"<{name}") for name in ("i4", "i8", "u4", "u1")}
+_ID_NAMES = {dtype: name for name, dtype in _ID_DTYPES.items()}
 _CELL_DTYPES = {"log2q8": "i2", "u16": "u2", "f32": "f4"}
 TOKEN_CHANNELS = ("act", "grad", "contribution")
+TOKEN_MODES = ("rows", "blocks", "sequences")
+_ENTRY_BYTES = 256  # no entry of a tokens frame's JSON is longer
 
 Event = dict[str, Any]
 
@@ -60,6 +63,7 @@ class TokenArray(NamedTuple):
     channel: str
     codec: str
     codes: Array
+    positions: Array | None = None  # of an expert: the token of each row
 
 
 class Tokens(NamedTuple):
@@ -68,6 +72,9 @@ class Tokens(NamedTuple):
     step: int
     ids: Array | None
     arrays: list[TokenArray]
+    mode: str = "rows"
+    mask: Array | None = None
+    sequences: Array | None = None
 
 
 def tokens_head_bytes(start: bytes) -> int:
@@ -93,50 +100,93 @@ def decode_tokens(payload: bytes, num_sites: int) -> Tokens:
     entries = head.get("arrays")
     if not isinstance(entries, list):
         raise ScanFormatError("a tokens frame lists its arrays")
-    ids = head.get("ids")
+    mode = head.get("mode", "rows")
+    if not isinstance(mode, str) or mode not in TOKEN_MODES:
+        raise ScanFormatError(f"the mode of a tokens frame is one of {', '.join(TOKEN_MODES)}")
     return Tokens(
         step=head["step"],
-        ids=None if ids is None else _ids(ids, payload),
+        ids=_ids(head.get("ids"), payload),
         arrays=[_token_array(entry, payload, num_sites) for entry in entries],
+        mode=mode,
+        mask=_ids(head.get("mask"), payload),
+        sequences=_sequences(head.get("sequences"), payload),
     )
 
 
 def encode_tokens(
-    step: int, num_tokens: int, ids: Array | None, arrays: Iterable[TokenArray], extra: Mapping[str, Any] | None = None
+    step: int,
+    num_tokens: int,
+    ids: Array | None,
+    arrays: Iterable[TokenArray],
+    extra: Mapping[str, Any] | None = None,
+    **rest: Any,
 ) -> bytes:
-    """A payload as FORMAT.md has it; the arrays stand behind the JSON in the order given."""
+    """A payload as FORMAT.md has it; `rest`: mode, mask, sequences."""
     given = list(arrays)
-    blobs = ([] if ids is None else [padded(ids.tobytes())]) + [padded(array.codes.tobytes()) for array in given]
-    room = 64 * math.ceil((4 + 256 + 256 * (len(given) + 1)) / 64)
-    offsets, end = [], room
-    for blob in blobs:
-        offsets.append(end)
-        end += len(blob)
-    head: dict[str, Any] = {"step": step, "tokens": num_tokens, **(extra or {})}
-    if ids is not None:
-        dtype = {value: key for key, value in _ID_DTYPES.items()}[ids.dtype]
-        head["ids"] = {"dtype": dtype, "shape": ids.shape, "offset": offsets.pop(0)}
-    head["arrays"] = [
-        {
-            "site": array.site,
-            "channel": array.channel,
-            "dtype": _CELL_DTYPES[array.codec],
-            "codec": array.codec,
-            "shape": array.codes.shape,
-            "offset": offset,
-        }
-        for array, offset in zip(given, offsets, strict=True)
-    ]
-    text = json.dumps(head).encode()
+    start = tokens_start(Tokens(step, ids, given, **rest), num_tokens, extra)
+    return start + b"".join(padded(array.codes.tobytes()) for array in given)
+
+
+def tokens_start(tokens: Tokens, num_tokens: int, extra: Mapping[str, Any] | None = None) -> bytes:
+    """A payload up to its first array of cells: the JSON, and the arrays of integers. Cells follow, each padded."""
+    integers = _Integers(pad64(_LENGTH.size + _ENTRY_BYTES * (len(tokens.arrays) + 4)))
+    room = integers.end
+    head: dict[str, Any] = {"step": tokens.step, "tokens": num_tokens, "mode": tokens.mode, **(extra or {})}
+    for name in ("ids", "mask", "sequences"):
+        if (values := getattr(tokens, name)) is not None:
+            head[name] = integers.place(values)
+    places = [None if array.positions is None else integers.place(array.positions) for array in tokens.arrays]
+    entries: list[dict[str, Any]] = []
+    end = integers.end
+    for array, place in zip(tokens.arrays, places, strict=True):
+        entries.append(_entry(array, end) | ({} if place is None else {"positions": place}))
+        end += pad64(array.codes.size * codecs.DTYPES[array.codec].itemsize)
+    text = json.dumps(head | {"arrays": entries}).encode()
     start = _LENGTH.pack(len(text)) + text
     assert len(start) <= room
-    return start + bytes(room - len(start)) + b"".join(blobs)
+    return start + bytes(room - len(start)) + b"".join(integers.blobs)
 
 
-def _ids(entry: Any, payload: bytes) -> Array:
+class _Integers:
+    """Arrays of integers behind the JSON, each once."""
+
+    def __init__(self, begin: int) -> None:
+        self.end = begin
+        self.blobs: list[bytes] = []
+        self._places: dict[int, dict[str, Any]] = {}
+
+    def place(self, values: Array) -> dict[str, Any]:
+        if id(values) not in self._places:
+            self._places[id(values)] = {"dtype": _ID_NAMES[values.dtype], "shape": values.shape, "offset": self.end}
+            self.blobs.append(padded(values.tobytes()))
+            self.end += len(self.blobs[-1])
+        return self._places[id(values)]
+
+
+def _entry(array: TokenArray, offset: int) -> dict[str, Any]:
+    return {
+        "site": array.site,
+        "channel": array.channel,
+        "dtype": _CELL_DTYPES[array.codec],
+        "codec": array.codec,
+        "shape": array.codes.shape,
+        "offset": offset,
+    }
+
+
+def _ids(entry: Any, payload: bytes) -> Array | None:
+    if entry is None:
+        return None
     if not isinstance(entry, dict) or entry.get("dtype") not in list(_ID_DTYPES):
-        raise ScanFormatError(f"token ids are of dtype {', '.join(_ID_DTYPES)}")
+        raise ScanFormatError(f"integers of a tokens frame are of dtype {', '.join(_ID_DTYPES)}")
     return _array(entry, _ID_DTYPES[entry["dtype"]], payload)
+
+
+def _sequences(entry: Any, payload: bytes) -> Array | None:
+    sequences = _ids(entry, payload)
+    if sequences is not None and (sequences.ndim != 2 or sequences.shape[1] != 2):
+        raise ScanFormatError("the sequences of a tokens frame are pairs: first token, number of tokens")
+    return sequences
 
 
 def _token_array(entry: Any, payload: bytes, num_sites: int) -> TokenArray:
@@ -149,7 +199,10 @@ def _token_array(entry: Any, payload: bytes, num_sites: int) -> TokenArray:
         raise ScanFormatError(f"a token channel is one of {', '.join(TOKEN_CHANNELS)}")
     if not isinstance(codec, str) or _CELL_DTYPES.get(codec) != entry.get("dtype"):
         raise ScanFormatError("an array of a tokens frame has a codec and the dtype that belongs to it")
-    return TokenArray(site, channel, codec, _array(entry, codecs.DTYPES[codec], payload))
+    codes, positions = _array(entry, codecs.DTYPES[codec], payload), _ids(entry.get("positions"), payload)
+    if positions is not None and (codes.ndim == 0 or positions.shape != codes.shape[:1]):
+        raise ScanFormatError("positions of a tokens frame are one per row")
+    return TokenArray(site, channel, codec, codes, positions)
 
 
 def _array(entry: dict[str, Any], dtype: np.dtype[Any], payload: bytes) -> Array:

@@ -67,7 +67,7 @@ class RankedRun(Run):
     def _describe(self) -> None:
         lead = self._reference
         self.model, self.block, self.every = lead.model, lead.block, lead.every
-        self.metadata, self.versions, self.rank = lead.metadata, lead.versions, 0
+        self.metadata, self.versions, self.rank, self.row_kind = lead.metadata, lead.versions, 0, lead.row_kind
         self.world = max(run.world for run in self.ranks.values())
         self.missing_ranks = tuple(rank for rank in range(self.world) if rank not in self.ranks)
         self.channels = list({c.name: c for run in self.ranks.values() for c in run.channels}.values())
@@ -260,6 +260,10 @@ def open_ranks(path: str) -> RankedRun:
         _try_open(name, rank, runs, unreadable)
     if not runs:
         raise ScanFormatError(f"no rank of {path} can be read: {unreadable}")
+    if runs[min(runs)].row_kind == "sequence":
+        from pyscan.rank_lists import ListedRun
+
+        return ListedRun(path, runs, unreadable)
     return RankedRun(path, runs, unreadable)
 
 

@@ -254,7 +254,8 @@ def _merge_tokens(run: RankedRun, writer: FrameWriter) -> None:
         tokens = lead.journal.read_tokens(frame, layout)
         arrays = [array._replace(site=places[layout.schema.sites[array.site].name]) for array in tokens.arrays]
         count = 0 if tokens.ids is None else tokens.ids.size
-        writer.tokens(encode_tokens(tokens.step, count, tokens.ids, arrays))
+        rest: dict[str, Any] = {"mode": tokens.mode, "mask": tokens.mask, "sequences": tokens.sequences}
+        writer.tokens(encode_tokens(tokens.step, count, tokens.ids, arrays, **rest))
 
 
 def version1_part(metadata: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Run(ABC):
     sites: list[SiteInfo]
     channels: list[Channel]
     missing_ranks: tuple[int, ...] = ()
+    row_kind: str = "step"  # or "sequence": what a row is of
     _named: tuple[list[SiteInfo], dict[str, SiteInfo]] | None = None
 
     @property

@@ -36,15 +36,17 @@ from pyscan.figures import row_figures
 from pyscan.forward import ForwardWatch
 from pyscan.functional import FunctionalCapture
 from pyscan.grad_check import row_counts
-from pyscan.gradients import GradientReader
+from pyscan.gradients import GradientReader, nothing
 from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import ABSENT_SUM, Row, param_stats
 from pyscan.lookout import Lookout
 from pyscan.process import is_distributed, own_path, rank_and_world
-from pyscan.schema import Schema
+from pyscan.schema import Schema, SiteInfo
 from pyscan.silence import Silence
 from pyscan.sites import Inventory, find_sites
 from pyscan.steps import StepWatch, unwrap_all
+from pyscan.token_capture import TokenCapture
+from pyscan.token_step import TokenStep, make_step
 from pyscan.upkeep import ModelState
 from pyscan.watch import Watch
 from pyscan.writer import Writer
@@ -65,6 +67,7 @@ def attach(
     block: int = 64,
     rows: bool = False,
     every: int = 1,
+    tokens: bool | str = False,
     mask: str | None = None,
     budget: float | None = None,
     resume: bool = False,
@@ -79,13 +82,14 @@ def attach(
     block       input features per cell; 0: one cell per weight
     rows        also record the gradient per block of output rows (channel `grad_out`)
     every       scan steps whose number is a multiple of this
+    tokens      also record every token: True, per "blocks", or per "sequences"; see `Scanner.tokens`
     mask        forward keyword, for instance "attention_mask": rows where it is 0 do not count
     budget      share of the step time the scanner may take, for instance 0.01; raises `every` until it holds
     resume      continue an existing file
     on_event    called with each event (a dict) as it happens
     watch       alarms about finished rows, as events; False: none, or a `pyscan.Watch` with other limits
     """
-    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch)
+    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch, tokens)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for step_aside in before_attach[:]:
@@ -106,6 +110,10 @@ class Scanner:
         self.loggers: dict[str, str] = {}  # name of a logger -> the id of its run, kept by checkpoints
         self._model = model
         self._device = device_of(model)
+        if config.tokens is not False and self._device.type != "cpu":
+            raise ValueError(
+                f"tokens={config.tokens!r} reads models on the CPU, this one is on {self._device}: leave it out"
+            )
         self._off = False
         self._paused = 0
         self._latest: tuple[Row, Buffer] | None = None  # with the buffer that knows its cells
@@ -114,6 +122,9 @@ class Scanner:
         self._late_unscaled = False
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
+        self._token_step: tuple[TokenStep, tuple[SiteInfo, ...]] | None = None  # of the newest row
+        self._num_dropped_tokens = 0  # steps whose tokens the writer could not take
+        self._untold: set[int] = set()  # sites whose missing tokens were told of
         self._budget = Budget(config.every, config.budget)
         self._inventory = self._find()
         self._refuse_second_scan()
@@ -158,6 +169,28 @@ class Scanner:
         row, buffer = self._latest
         stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
+
+    def tokens(self) -> dict[str, Any]:
+        """The newest finished step token by token, exact, in float64; what `run.tokens(step)` reads from the file.
+
+        {"ids": int64 [sequences, length], or flat where micro-batches are not equally long; None without ids,
+         "mask": bool like ids, the attention mask the forward was given; None without one,
+         "sequences": int64 [num_sequences, 2], first token and number of tokens (padding included) of each sequence,
+         site name: {"act", "grad", "contribution"}, ...}
+
+        tokens=True: arrays like ids: act ||x_t||, grad ||g_t|| (of the gradient of the weight's output), contribution
+        their product (of an embedding, ||g_t||): the norm of what position t adds to the weight's gradient. A site that
+        does not meet every token once has flat arrays, one value per row in the order of calls; an expert has
+        "positions" with them, the flat token of each row.
+        tokens="blocks": act [..., input blocks], grad [..., output blocks], contribution [..., output, input blocks].
+        tokens="sequences": act and grad are [num_sequences, input blocks]; grad is the norm of that sequence's own
+        part of dW[:, block]. A sequence is a row of the batch, or, where `position_ids` start again at 0 inside one
+        (or cumulative lengths are given), each packed part of it. Padded rows count in act unless `mask=` names them.
+
+        Gradients carry whatever factor the loss has (a mean over tokens, the division by accumulation steps); a
+        GradScaler's scale is divided out. Without "grad": it never came. Before the first row: {}.
+        """
+        return {} if self._token_step is None else self._token_step[0].view(self._token_step[1])
 
     def grad_check(self) -> dict[str, int]:
         """How many weights of the newest row have a gradient, one of 0, none, or one that is not finite.
@@ -230,7 +263,7 @@ class Scanner:
             self._budget.every = max(saved.every, self.config.every)
         self.rows = [row for row in self.rows if row.step <= saved.step]
         if self._latest is not None and self._latest[0].step > saved.step:
-            self._latest = None
+            self._latest = self._token_step = None
         self._discard_open_row()
         self._set_active()
         for text in differences:
@@ -254,6 +287,8 @@ class Scanner:
 
     def _discard_open_row(self) -> None:
         self._forward.take()
+        if self._tokens is not None:
+            self._tokens.take()
         for finished in self.buffer.close_row(Closing(self._step, is_due=False)):
             self._finish_row(finished)
 
@@ -337,10 +372,12 @@ class Scanner:
             arrivals=self._gradients.order,
             announce=lambda event: self._event(**event),
         )
+        self._tokens = self._watch_tokens()
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
             on_begin=self._forward_begins,
+            on_batch=self._tokens.forward_begins if self._tokens else nothing,
             on_end=self._forward_ends,
             on_error=self._fail,
         )
@@ -349,6 +386,20 @@ class Scanner:
         self._use_threads()
         self._set_active()
         _forget_compiled_code()
+
+    def _watch_tokens(self) -> TokenCapture | None:
+        if self.config.tokens is False:
+            return None
+        tokens = TokenCapture(
+            self._inventory.sites,
+            self._capture,
+            mode=self.config.tokens,
+            block=self.config.block,
+            mask=self.config.mask,
+            on_error=self._fail,
+        )
+        self._endings.append(tokens.remove)
+        return tokens
 
     def _unwatch_sites(self) -> None:
         while self._endings:
@@ -369,6 +420,8 @@ class Scanner:
 
     def _forward_ends(self) -> None:
         self._capture.forget()
+        if self._tokens is not None:
+            self._tokens.forward_ends()
         self.buffer.flush()
 
     def _step_begins(self, unscaled: bool) -> None:
@@ -411,6 +464,8 @@ class Scanner:
             self._resumed = None
             for finished in self.buffer.close_row(closing):
                 self._finish_row(finished)
+            if self._tokens is not None:
+                self._close_tokens(closing)
             for kind, site, text in self.buffer.complaints():
                 self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
         self._lookout.step_ends()
@@ -423,6 +478,30 @@ class Scanner:
         self._step += 1
         self._measure(start)
         self._set_active()
+
+    def _close_tokens(self, closing: Closing) -> None:
+        """The token rows of the step; after its row, with which a resume voids what came before."""
+        assert self._tokens is not None
+        calls, batches = self._tokens.take()
+        if closing.is_due:
+            made = make_step(closing.step, self.config.tokens, calls, batches, float(closing.scale))
+            self._token_step = made, self.schema.sites
+            self._tell_missing(made)
+            if self._writer is not None and not self._writer.tokens(made.step, *made.payload()):
+                self._num_dropped_tokens += 1
+                if self._num_dropped_tokens == 1 and self._writer.error is None:
+                    self._event(
+                        "tokens_dropped", text="the disk is too slow for every step's tokens; some are left out"
+                    )
+
+    def _tell_missing(self, made: TokenStep) -> None:
+        """Sites that had a row and no tokens, or not all of them: said once."""
+        assert self._tokens is not None
+        missing = {site: text for site, text in self._tokens.missing(made).items() if site not in self._untold}
+        self._untold |= set(missing)
+        for text in sorted(set(missing.values())):
+            names = [self.schema.sites[site].name for site in sorted(missing) if missing[site] == text]
+            self._event("tokens_missing", sites=names, text=text)
 
     def _use_threads(self) -> None:
         """As many as torch has; a loop may change that."""

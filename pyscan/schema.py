@@ -21,6 +21,7 @@ from pyscan.strict_json import choice, count, json_list, json_object, loads_stri
 PERS = ("block", "row_block", "site")
 TRANSFORMS = ("root", "plain")
 OPS = ("sumsq", "add", "max")
+ROW_KINDS = ("step", "sequence")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Schema:
     mesh: Mesh | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
     metadata: Any = None
+    row_kind: str = "step"
 
     def __post_init__(self) -> None:
         text(self.model, "model")
@@ -116,6 +118,7 @@ class Schema:
             raise ScanFormatError(f"every must be >= 1, got {self.every}")
         if not 0 <= count(self.rank, "rank") < count(self.world, "world") <= 2**20:
             raise ScanFormatError(f"rank must be below world, got rank {self.rank} of {self.world}")
+        choice(self.row_kind, ROW_KINDS, "row_kind")
         unique((channel.name for channel in self.channels), "channel")
         unique((site.name for site in self.sites), "site")
 
@@ -134,6 +137,7 @@ class Schema:
             mesh=None if mesh is None else _mesh(json_object(mesh, "mesh")),
             versions=json_object(raw.get("versions", {}), "versions"),
             metadata=raw.get("metadata"),
+            row_kind=raw.get("row_kind", "step"),
         )
 
     def to_json(self) -> bytes:
@@ -150,6 +154,8 @@ class Schema:
         }
         if self.mesh is not None:
             raw["mesh"] = vars(self.mesh)
+        if self.row_kind != "step":
+            raw["row_kind"] = self.row_kind
         try:
             return json.dumps(raw, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError) as error:

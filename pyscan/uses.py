@@ -16,8 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-Use = tuple[int, Tensor, Tensor | None]
 Sink = Callable[[int, Tensor, Tensor | None], None]
+
+
+class Use(NamedTuple):
+    """One use of a weight: rows of x met `site`, or with `ends` range e of them met site + e.
+
+    `order` is how rows of the product were sorted to become those of x; a `turned` product has its rows as columns.
+    """
+
+    site: int
+    x: Tensor
+    ends: Tensor | None
+    order: Tensor | None = None
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,17 +95,17 @@ class Frame:
         first, second = args[skip : skip + 2] if len(args) > skip + 1 else _operands(skip, args, kwargs)
         transposed = name == "linear"  # its second operand is [out, in]
         if (known := self._find(second)) is not None:
-            x, weight, axis = first, second, -1 if transposed else -2
+            x, weight, axis, turned = first, second, -1 if transposed else -2, False
         elif not transposed and (known := self._find(first)) is not None:
-            x, weight, axis = second.mT if second.ndim > 1 else second, first, -1
+            x, weight, axis, turned = second.mT if second.ndim > 1 else second, first, -1, second.ndim > 1
         else:
             return None
         self.used_copy |= known.is_copy
         if not self._fits(known, x, weight, axis) or x.numel() == 0:
             return None
         if known.slot.num_experts is None:
-            return known.slot.first, x, None
-        return _rows_of_experts(known, x, _argument(args, kwargs, 2, "offs"))
+            return Use(known.slot.first, x, None, turned=turned)
+        return _rows_of_experts(known, x, _argument(args, kwargs, 2, "offs"))._replace(turned=turned)
 
     def _fits(self, known: _Known, x: Tensor, weight: Tensor, axis: int) -> bool:
         slot = known.slot
@@ -165,21 +177,22 @@ def _rows_of_experts(known: _Known, x: Tensor, offsets: Tensor | None) -> Use:
     slot = known.slot
     assert slot.num_experts is not None
     if known.expert is not None:
-        return slot.first + known.expert, x, None
+        return Use(slot.first + known.expert, x, None)
     if isinstance(offsets, Tensor):
-        return slot.first, x, offsets
+        return Use(slot.first, x, offsets)
     if known.picks is not None:
-        return slot.first, *_sorted_by_expert(x.detach(), known.picks, slot.num_experts)
+        return Use(slot.first, *_sorted_by_expert(x.detach(), known.picks, slot.num_experts))
     rows = x.detach().reshape(slot.num_experts, -1, x.shape[-1])  # a batched product: one matrix of rows per expert
     ends = torch.arange(1, slot.num_experts + 1, dtype=torch.int32, device=x.device) * rows.shape[1]
-    return slot.first, rows.flatten(0, 1), ends
+    return Use(slot.first, rows.flatten(0, 1), ends)
 
 
-def _sorted_by_expert(x: Tensor, picks: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _sorted_by_expert(x: Tensor, picks: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.reshape(picks.numel(), -1, x.shape[-1])
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)  # bincount would make the host wait
     counts.index_add_(0, picks.long(), torch.full_like(picks, rows.shape[1], dtype=torch.int64))
-    return rows[torch.argsort(picks, stable=True)].flatten(0, 1), counts.cumsum(0, dtype=torch.int32)
+    order = torch.argsort(picks, stable=True)
+    return rows[order].flatten(0, 1), counts.cumsum(0, dtype=torch.int32), order
 
 
 def _is_index(index: object) -> bool:

@@ -117,7 +117,7 @@ class FileRun(Run):
         self.schema = schema
         self.model, self.block, self.every = schema.model, schema.block, schema.every
         self.rank, self.world = schema.rank, schema.world
-        self.metadata, self.versions = schema.metadata, schema.versions
+        self.metadata, self.versions, self.row_kind = schema.metadata, schema.versions, schema.row_kind
         self.sites = list({site.name: site for layout in layouts for site in layout.schema.sites}.values())
         self.channels = list({c.name: c for layout in layouts for c in layout.schema.channels}.values())
 

@@ -15,7 +15,7 @@ import secrets
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,9 +89,10 @@ class Writer:
         event = _without_infinities({"kind": kind, "step": step, "site": site, **fields})
         return self._writer.event(encode_json(event)) or self._refused()
 
-    def tokens(self, step: int, payload: bytes) -> bool:
-        """Append the tokens frame of a step; FORMAT.md gives the bytes."""
-        return self._writer.tokens(step, payload) or self._refused()
+    def tokens(self, step: int, payload: bytes, sums: Sequence[NDArray[np.float64]] = ()) -> bool:
+        """Append the tokens frame of a step; FORMAT.md gives the bytes. Arrays of sums of squares follow the payload,
+        packed as log2q8 by the writer's thread. False if too many wait to be written, or the writer is off."""
+        return self._writer.tokens(step, payload, list(sums)) or self._refused()
 
     def change_schema(self, schema: Schema) -> bool:
         """Close the rows so far; the rows that follow have the cells of the new schema."""

@@ -1,9 +1,22 @@
 """Settings shared by all tests."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # A runner of tests in several processes says how wide its terminal is; what is written to a pipe has no such width.
 os.environ.pop("COLUMNS", None)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny language model with its tokenizer, trained for seconds."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    from tests.corpus_cases import train_model
+
+    return train_model(tmp_path_factory.mktemp("trained"))

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import pyscan
 from pyscan.demo import load_example
 
@@ -46,7 +48,7 @@ def assert_same_cells(one: pyscan.Run, other: pyscan.Run) -> None:
     assert [site.name for site in one.sites] == [site.name for site in other.sites]
     assert [channel.name for channel in one.channels] == [channel.name for channel in other.channels]
     for field in ("step", "tokens", "loss", "lr"):
-        assert one.steps[field].tolist() == other.steps[field].tolist(), field
+        assert np.array_equal(one.steps[field], other.steps[field], equal_nan=True), field
     for channel in one.channels:
         for site in one.sites:
             first, second = one.codes(channel.name, site.name), other.codes(channel.name, site.name)

@@ -15,6 +15,7 @@ from pyscan.commands.info import Info
 from pyscan.commands.merge import Merge
 from pyscan.commands.repair import Repair
 from pyscan.commands.run import Run
+from pyscan.commands.scan import Scan
 from pyscan.commands.show import Show
 
 __all__ = ["VERBS", "UserError", "Verb"]
@@ -22,6 +23,7 @@ __all__ = ["VERBS", "UserError", "Verb"]
 VERBS: tuple[type[Verb], ...] = (
     Demo,
     Run,
+    Scan,
     Info,
     Show,
     HealthVerb,

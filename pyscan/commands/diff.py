@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from pyscan.commands import diff_corpora
 from pyscan.commands.base import UserError, Verb, add_json, add_scan, add_selection, open_run, print_json, select_sites
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Diff(Verb):
-    """Show where two runs are apart, site by site, as log2(B / A).
+    """Show where two runs, or the scans of two corpora, are apart, as log2(B / A).
 
     +1 is twice as large in B, -1 half as large, 0 equal.
 
@@ -24,8 +25,13 @@ class Diff(Verb):
     that of any block at any step, "first" the first step at which any block
     differs by more than --tolerance.
 
-    example:
+    Of two corpus scans (pyscan scan) the sequences are compared as groups:
+    which blocks differ between the topics, by how many standard deviations, and
+    a permutation test with control of the false discovery rate (--fdr).
+
+    examples:
       pyscan diff before.mscan after.mscan --top 20
+      pyscan diff code.mscan prose.mscan --fdr 0.01
     """
 
     name = "diff"
@@ -34,11 +40,18 @@ class Diff(Verb):
         add_scan(parser, "a")
         add_scan(parser, "b")
         add_selection(parser)
-        parser.add_argument("--top", metavar="N", type=int, help="only the N sites that are farthest apart")
+        parser.add_argument("--top", metavar="N", type=int, help="only the N sites, or blocks, that are farthest apart")
         parser.add_argument(
             "--tolerance", metavar="LOG2", type=float, default=0.0, help="log2 ratio taken as equal (0)"
         )
+        parser.add_argument(
+            "--by",
+            choices=("auto", "step", "sequence"),
+            default="auto",
+            help="what rows are: steps that both runs have, or samples",
+        )
         add_json(parser)
+        diff_corpora.add_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         from pyscan import compare, names, tables
@@ -49,10 +62,13 @@ class Diff(Verb):
         with open_run(args.a) as a, open_run(args.b) as b:
             matches = names.match_names([s.name for s in select_sites(a, args.site)], [s.name for s in b.sites])
             common = compare.common_steps(a, b)
-            _check(a, b, matches, common)
+            by_sequence = diff_corpora.are_corpora(args, a, b)
+            _check(a, b, matches, None if by_sequence else common)
             channels = [name for name in norm_channels(a) if name in norm_channels(b)]
             if not channels:
                 raise UserError("the runs have neither act nor grad per block in common: nothing to compare")
+            if by_sequence:
+                return diff_corpora.compare(args, a, b, matches, channels)
             with tables.progress("Comparing") as tick:
                 found = compare.compare_runs(
                     a, b, pairs=matches.pairs, channels=channels, tolerance=args.tolerance, tick=tick
@@ -67,10 +83,10 @@ class Diff(Verb):
         return 0
 
 
-def _check(a: Run, b: Run, matches: Matches, common: CommonSteps) -> None:
+def _check(a: Run, b: Run, matches: Matches, common: CommonSteps | None) -> None:
     if not matches.pairs:
         raise UserError(f"no site is in both runs: A has {_some(matches.only_a)}, B has {_some(matches.only_b)}")
-    if not len(common.steps):
+    if common is not None and not len(common.steps):
         raise UserError(f"no step is in both runs: A has {_range(a)}, B has {_range(b)}")
 
 

@@ -55,6 +55,7 @@ def describe(run: Run, path: Path) -> dict[str, Any]:
         "bytes_per_value": num_bytes / values if values else None,
         "block": run.block,
         "every": run.every,
+        "row_kind": run.row_kind,
         "steps": _steps(run),
         "sites": {"count": len(run.sites), "kinds": dict(Counter(site.kind for site in run.sites).most_common())},
         "cells_per_step": cells,

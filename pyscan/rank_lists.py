@@ -1,0 +1,88 @@
+"""The files of all ranks of a corpus scan as one Run: their rows are parts of one list, put in the order of sequences.
+
+It receives one FileRun per rank, as ranks.py does; no row is a sum over ranks here, so every cell is handed on as its
+rank stored it. A rank without a file leaves its sequences out, and an event says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pyscan import codecs
+from pyscan.codecs import Array, Floats
+from pyscan.errors import ScanError
+from pyscan.payloads import Event
+from pyscan.ranks import RankedRun
+from pyscan.schema import Channel, SiteInfo
+
+
+class ListedRun(RankedRun):
+    """A run over many files, each of which has some of the rows."""
+
+    def _order(self) -> tuple[Array, Array]:
+        """For every row the rank that has it and its place there; of a sequence written twice the last one."""
+        found: dict[int, tuple[int, int]] = {}
+        for rank, run in self.ranks.items():
+            found |= {step: (rank, place) for place, step in enumerate(run.steps["step"].tolist())}
+        pairs = np.array([found[step] for step in sorted(found)], np.int64).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def _common(self) -> dict[int, Array]:
+        """Per rank its places among its own rows, in the order of the list."""
+        if self._places is None:
+            self._row_ranks, places = self._order()
+            self._places = {rank: places[self._row_ranks == rank] for rank in self.ranks}
+        return self._places
+
+    @property
+    def steps(self) -> Array:
+        places = self._common()
+        steps = np.empty(len(self._row_ranks), self._reference.steps.dtype)
+        for rank, run in self.ranks.items():
+            steps[self._row_ranks == rank] = run.steps[places[rank]]
+        return steps
+
+    def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
+        out = np.full((stop - start, site.num_cells(channel.per)), codecs.ABSENT, np.float32)
+        for rows, values in self._parts_of(channel, site, start, stop, codes=False):
+            out[rows, : values.shape[1]] = values
+        return out
+
+    def _codes(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Array:
+        out = codecs.absent_codes((stop - start, site.num_cells(channel.per)), channel.codec)
+        for rows, values in self._parts_of(channel, site, start, stop, codes=True):
+            out[rows, : values.shape[1]] = values
+        return out
+
+    def _parts_of(
+        self, channel: Channel, site: SiteInfo, start: int, stop: int, *, codes: bool
+    ) -> Iterator[tuple[Array, Array]]:
+        """Per rank the rows of [start, stop) it has, counted from start, and their cells."""
+        places = self._common()
+        for rank, part in self._parts[site.name].items():
+            run = self.ranks[rank]
+            rows = np.flatnonzero(self._row_ranks == rank)
+            inside = (rows >= start) & (rows < stop)
+            if not inside.any() or channel.name not in {c.name for c in run.channels}:
+                continue
+            wanted = places[rank][inside]
+            low, high = int(wanted.min()), int(wanted.max()) + 1
+            read = run._codes if codes else run._cells
+            yield rows[inside] - start, read(run.channel(channel.name), part, low, high)[wanted - low]
+
+    def _rank_events(self) -> Iterator[Event]:
+        """A rank that has fewer rows is nothing to tell: the last sequences belong to somebody."""
+        return (event for event in super()._rank_events() if event["kind"] == "rank_missing")
+
+    def _compare_replicas(self) -> None:
+        """There are none."""
+
+    def tokens(self, step: int) -> dict[str, Any]:
+        """The tokens of one sequence, from the rank that has it."""
+        for run in self.ranks.values():
+            if step in run.token_steps():
+                return run.tokens(step)
+        raise ScanError(f"no tokens are stored for sequence {step}; `pyscan scan --tokens` writes them")
