@@ -22,6 +22,7 @@ EXTRAS = {
     "accelerate": ["accelerate>=1.0"],
     "wandb": ["wandb>=0.19.10", "pillow>=10"],
     "tensorboard": ["tensorboard>=2.11"],
+    "view": ["plotly>=5.20"],
 }
 EXTRAS["all"] = sorted({requirement for group in EXTRAS.values() for requirement in group})
 
@@ -55,9 +56,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["pyscan", "pyscan.commands", "pyscan.examples", "pyscan.integrations", "pyscan.kernels"],
+    packages=["pyscan", "pyscan.commands", "pyscan.examples", "pyscan.integrations", "pyscan.kernels", "pyscan.viewer"],
     package_dir={"pyscan": "pyscan", "pyscan.examples": "examples", "pyscan.kernels": "kernels"},
-    package_data={"pyscan": ["py.typed", "_C.pyi"]},
+    package_data={"pyscan": ["py.typed", "_C.pyi"], "pyscan.viewer": ["static/*"]},
     ext_modules=[Extension("pyscan._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=["numpy>=1.24", "torch>=2.6", 'triton>=3.2; platform_system == "Linux"'],

@@ -16,6 +16,7 @@ from pyscan.commands.merge import Merge
 from pyscan.commands.repair import Repair
 from pyscan.commands.run import Run
 from pyscan.commands.show import Show
+from pyscan.commands.view import View
 
 __all__ = ["VERBS", "UserError", "Verb"]
 
@@ -24,6 +25,7 @@ VERBS: tuple[type[Verb], ...] = (
     Run,
     Info,
     Show,
+    View,
     HealthVerb,
     Diff,
     Check,
