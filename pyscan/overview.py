@@ -96,7 +96,8 @@ class Overview:
         return values, analysis.levels(values, widths if self.per(measure) == "block" else 1.0)
 
     def _values(self, channel: str, row: int) -> NDArray[np.float32]:
-        return self.run.cells(channel, steps=slice(row, row + 1))[0]
+        found: NDArray[np.float32] = self.run.cells(channel, steps=slice(row, row + 1))[0]
+        return found
 
     def _layout(self, per: str) -> tuple[list[int], Floats, NDArray[np.intp]]:
         """Cells of each site; width and layer of each cell."""

@@ -220,7 +220,8 @@ class Run(ABC):
     def _repr_html_(self) -> str:
         from pyscan import notebook
 
-        return notebook.html(self)
+        found: str = notebook.html(self)
+        return found
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -359,8 +359,9 @@ class Scanner:
     def _announce(self) -> None:
         sites = self._inventory.sites
         left_out = {name: reason for name, reason in self._inventory.coverage.items() if reason != "scanned"}
-        size = {"cells": self.buffer.num_cells, "bytes_per_step": 2 * self.buffer.num_cells}
-        self._event("attached", **size, sites=len(sites), not_scanned=left_out)
+        num_cells = self.buffer.num_cells
+        told = {"bytes_per_step": 2 * num_cells, "sites": len(sites), "not_scanned": left_out}
+        self._event("attached", cells=num_cells, **dict[str, Any](told))
         for site in sites:
             if site.note and not site.expert:
                 self._event("note", site=site.name, text=site.note)

@@ -14,6 +14,7 @@ from pyscan.commands.import_ import Import
 from pyscan.commands.info import Info
 from pyscan.commands.merge import Merge
 from pyscan.commands.repair import Repair
+from pyscan.commands.report import Report
 from pyscan.commands.run import Run
 from pyscan.commands.show import Show
 from pyscan.commands.view import View
@@ -26,6 +27,7 @@ VERBS: tuple[type[Verb], ...] = (
     Info,
     Show,
     View,
+    Report,
     HealthVerb,
     Diff,
     Check,
