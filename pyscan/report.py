@@ -7,6 +7,7 @@ viewer, with the data inside it; its size is bounded whatever the length of the 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,9 @@ def build(run: Run, facts: dict[str, Any], health: Health, tick: Tick = lambda d
     points = _CURVE_BYTES // max(12 * len(run.sites), 1)
     found = digest.curves(run, max(10, min(points, _MAX_POINTS)), tick)
     data = _data(run, health, found)
-    head = f'<title>{escape(data['info']['runs'][0]['name'])} – pyscan report</title>"
-    head += (
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{static("style.css").decode()}</style>'
-    )
+    head = f"<title>{escape(data['info']['runs'][0]['name'])} – pyscan report</title>"
+    head += f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    head += f"<style>{static('style.css').decode()}</style>"
     scripts = f'<script type="application/json" id="data">{_script_json(data)}</script>'
     scripts += f"<script>{plotly_js().decode()}</script>"
     scripts += "".join(f"<script>{static(name).decode()}</script>" for name in _SCRIPTS)
@@ -200,7 +200,8 @@ def _coverage(run: Run) -> str:
         f"<tr><td>{escape(str(name))}</td><td>{escape(str(reason))}</td></tr>"
         for name, reason in [*left_out.items(), *notes.items()][:200]
     )
-    words = f"{text.plural(len(run.sites), 'site')} recorded"
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in Counter(site.kind for site in run.sites).most_common())
+    words = f"{text.plural(len(run.sites), 'site')} recorded ({kinds})"
     words += f", {len(left_out)} not or in part" if left_out else ", none left out" if told else ""
     body = rows or '<tr><td class="soft">every weight of two or more dimensions</td></tr>' if told else rows
     return (

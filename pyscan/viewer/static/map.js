@@ -149,7 +149,11 @@ pyscan.MapView = class {
     this.chosen.forEach(({ site, block, colour }) => {
       pen.strokeStyle = colour;
       pen.lineWidth = 2;
-      this.cells.filter((c) => c.site === site && (block < 0 || c.block === block)).forEach((c) => pen.strokeRect(c.x - 1, c.y - 1, c.w + 1, c.h + 1));
+      const mine = this.cells.filter((c) => c.site === site && (block < 0 || c.block === block));
+      if (!mine.length) return;
+      const [left, top] = [Math.min(...mine.map((c) => c.x)), Math.min(...mine.map((c) => c.y))];
+      const [right, bottom] = [Math.max(...mine.map((c) => c.x + c.w)), Math.max(...mine.map((c) => c.y + c.h))];
+      pen.strokeRect(left - 1, top - 1, right - left + 1, bottom - top + 1);
     });
   }
 
