@@ -62,7 +62,7 @@ def make_long(path: Path, num_steps: int = NUM_STEPS) -> Path:
             codes[1, SPIKE_SITE, steps == SPIKE_STEP] = 256 * 12
             zeros = np.zeros((num_sites, len(steps)), "<f4")
             writer.steps(_rows(steps), [*(np.ascontiguousarray(part) for part in codes), zeros, zeros])
-        writer.events([{"kind": "note", "step": SPIKE_STEP, "site": schema.sites[SPIKE_SITE].name, "text": "spike"}])
+        writer.events([{"kind": "spike", "step": SPIKE_STEP, "site": schema.sites[SPIKE_SITE].name, "text": "planted"}])
         writer.index()
     return path
 

@@ -41,6 +41,8 @@ pyscan.band = ({ steps, low, high, mean, num_bad }, { name, colour, yaxis = "y" 
 // The loss and, along the top, what happened; a click goes to the step.
 pyscan.drawTimeline = (holder, timelines, onJump) => {
   const traces = timelines.flatMap((data, i) => (data.mean.some((m) => m !== null) ? pyscan.band(data, { name: timelines.length > 1 ? `loss ${"AB"[i]}` : "loss", colour: pyscan.TRACES[i] }) : []));
+  const span = timelines.flatMap(({ steps }) => (steps.length ? [steps[0], steps.at(-1)] : []));
+  traces.push({ type: "scatter", mode: "markers", x: span, y: span.map(() => 0), yaxis: "y2", opacity: 0, hoverinfo: "skip" });
   for (const alarm of [false, true]) {
     const told = timelines.flatMap(({ events }) => events).filter((event) => event.alarm === alarm);
     const text = told.map(({ kind, step, site, text: words }) => pyscan.escape(`${kind} at ${step}${site ? `: ${site}` : ""}`) + (words ? `<br>${pyscan.escape(words).slice(0, 120)}` : ""));

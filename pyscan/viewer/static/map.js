@@ -62,7 +62,7 @@ pyscan.MapView = class {
         const used = sizes.filter((size) => size);
         return (room - pyscan.MapView.GAP * used.length) / used.reduce((sum, size) => sum + Math.ceil(size / lines), 0);
       }));
-      if (width >= 4.5 || lines >= widest || lines >= 24) return { lines, width: Math.max(1, Math.min(width, widest > 1 ? 22 : 110)) };
+      if (width >= 4.5 || lines >= widest || lines >= 24) return { lines, width: Math.max(1, Math.min(width, widest > 1 ? 22 : 150)) };
     }
   }
 

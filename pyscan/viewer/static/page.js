@@ -169,7 +169,7 @@ pyscan.Page = class {
 
   ends([low, high], diverging) {
     if (diverging) return [pyscan.signed(low), `${pyscan.signed(high)} ${this.view.measure === "sps" ? "SPS" : "z"}`];
-    return [pyscan.text(2 ** low), `${pyscan.text(2 ** high)}${["act", "grad"].includes(this.view.measure) ? " per √feature" : ""}`];
+    return [pyscan.text(2 ** low), `${pyscan.text(2 ** high)}${["act", "grad"].includes(this.view.measure) && this.info.runs[0].has_unit ? " per √feature" : ""}`];
   }
 
   paintDifference({ scores, ends }) {
