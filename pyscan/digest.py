@@ -131,8 +131,9 @@ def snapshot(run: Run, row: int, *, merged: bool = False) -> Snapshot:
         layers = [analysis.layer_of(site.name) for site, n in zip(run.sites, shown, strict=True) for _ in range(n)]
     scores: dict[str, Floats] = {}
     if len(channels) == 2:
-        for scope in ("layer", "global"):
-            scores[scope] = analysis.sps(norms["act"], norms["grad"], widths, layers, scope)  # type: ignore[arg-type]
+        scopes: tuple[analysis.Scope, ...] = ("layer", "global")
+        for scope in scopes:
+            scores[scope] = analysis.sps(norms["act"], norms["grad"], widths, layers, scope)
     return Snapshot(row, norms, scores)
 
 

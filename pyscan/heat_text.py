@@ -1,6 +1,6 @@
 """The map of a model as lines of characters: a line per layer, modules side by side, in colour where there is any.
 
-Receives an open run, a row and the columns of a terminal; hands on lines of (text, colour) pieces and knows no terminal.
+Receives an open run, a row and the columns of a terminal; hands on lines of text and colour and knows no terminal.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyscan import colours
+from pyscan.codecs import is_absent
 from pyscan.grid import Row, Section, arrange
 from pyscan.overview import Overview, Picture
-from pyscan.text import ASCII_BARS, BARS, fit
+from pyscan.text import ASCII_BARS, BARS, fit, printable
 
 if TYPE_CHECKING:
     from pyscan.codecs import Floats
@@ -50,7 +51,7 @@ def heat_lines(run: Run, row: int, measure: str, *, width: int, colour: bool = T
             lines.append([Piece(" " * (gutter + 1) + _heads(section, widths))])
         for layer in section.rows:
             marks = _marks(layer, cells, widths, per_mark)
-            lines.append([Piece(fit([layer.label], gutter)[0].rjust(gutter) + " ")])
+            lines.append([Piece(fit([printable(layer.label)], gutter)[0].rjust(gutter) + " ")])
             for box in marks:
                 lines[-1] += [*(_piece(mark, low, high, scale, bars if not colour else "") for mark in box), Piece(" ")]
     return lines
@@ -75,7 +76,7 @@ class _Cells:
 
 def _heads(section: Section, widths: list[int]) -> str:
     """The last word of each column, as far as there is room."""
-    words = [column.rpartition(".")[2].removesuffix("_proj") for column in section.columns]
+    words = [printable(column.rpartition(".")[2]).removesuffix("_proj") for column in section.columns]
     return "".join(f"{word[:width]:<{width}} " for word, width in zip(words, widths, strict=True))
 
 
@@ -94,8 +95,6 @@ def _marks(row: Row, cells: _Cells, widths: list[int], per_mark: int) -> list[li
 
 
 def _mark(scores: NDArray[np.float64], values: Floats) -> float:
-    from pyscan.codecs import is_absent
-
     if (~np.isfinite(values) & ~is_absent(values)).any() and not np.isfinite(scores).all():
         return _BAD
     known = scores[np.isfinite(scores)]

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pyscan.commands.base import UserError, open_run
+from pyscan.text import printable
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -54,7 +55,7 @@ def _watch_lines(run: Run) -> None:
         print(_summary(run), flush=True)
         for event in events[told:]:
             if event.get("text"):
-                print(f"  step {event['step']:,}: {event['kind']}: {event['text']}", flush=True)
+                print(printable(f"  step {event['step']:,}: {event['kind']}: {event['text']}"), flush=True)
         told = len(events)
 
 
@@ -90,7 +91,7 @@ def _screen(run: Run, row: int | None, measure: str, screen: Any) -> list[Any]:
     lines = [text(_summary(run, row), style="bold")]
     if not len(run.steps):
         return lines
-    is_coloured = screen.is_terminal and screen.color_system is not None
+    is_coloured = screen.is_terminal and screen.color_system in ("256", "truecolor")  # 16 are no scale
     at = len(run.steps) - 1 if row is None else row
     found = heat_lines(run, at, measure, width=min(screen.width, 160), colour=is_coloured, bars=tables.bars())
     for pieces in found:
@@ -100,11 +101,8 @@ def _screen(run: Run, row: int | None, measure: str, screen: Any) -> list[Any]:
             line.append(piece.text, style=back)
         lines.append(line)
     told = [event for event in run.events if event.get("text")][-_LAST_EVENTS:]
-    words = [f"step {event['step']:,}: {event['kind']}: {event['text']}" for event in told]
-    return [
-        *lines,
-        *(text(tables.printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in words),
-    ]
+    words = [printable(f"step {event['step']:,}: {event['kind']}: {event['text']}") for event in told]
+    return [*lines, *(text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in words)]
 
 
 def _summary(run: Run, row: int | None = None) -> str:
