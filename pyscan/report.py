@@ -212,7 +212,7 @@ def _coverage(run: Run) -> str:
 
 def _texts(run: Run) -> str:
     """The text of the first sequences, if the run tells it."""
-    told = [event for event in run.events if event["kind"] == "sequence" and event.get("source", event.get("text"))]
-    parts = [f"<p>{escape(str(event.get('source', event.get('text')))[:4000])}</p>" for event in told[:5]]
+    told = [event for event in run.events if event["kind"] == "sequence" and event.get("text", event.get("source"))]
+    parts = [f"<p>{escape(str(event.get('text', event.get('source')))[:4000])}</p>" for event in told[:5]]
     title = f"Text <small>{len(parts)} of {text.plural(len(told), 'sequence')}</small>"
     return f'<section class="card" id="text"><h2>{title}</h2>{"".join(parts)}</section>' if parts else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pyscan.codecs import Floats, combine
 from pyscan.payloads import TOKEN_CHANNELS
 from pyscan.run import Run
 from pyscan.viewer import wire
@@ -41,16 +42,14 @@ def token_steps(run: Run) -> list[int]:
 def _of_step(run: Run, step: int, site: int, channel: str, tokenizer: Any) -> dict[str, Any]:
     given = run.tokens(step)
     ids = given.pop("ids")
-    names = [name for name in given if channel in given[name]]
+    names = [name for name, channels in given.items() if "grad" in channels or channel in channels]
     if not names:
         raise BadRequestError(f"the tokens of step {step} have no {channel}")
     wanted = run.sites[site].name if site >= 0 else ""
     name = wanted if wanted in names else names[0]
-    values = np.asarray(given[name][channel], np.float32)
-    if values.ndim > 1:  # a norm per block
-        values = np.sqrt(np.square(values.astype(np.float64)).reshape(values.shape[0], -1).sum(axis=1))
-    values = values.reshape(-1)[:_MAX_TOKENS]
-    flat = None if ids is None else np.asarray(ids).reshape(-1)[: len(values)].tolist()
+    values = _per_token(np.asarray(given[name][channel], np.float32), ids)[:_MAX_TOKENS]
+    is_each = ids is not None and np.size(ids) >= len(values)
+    flat = np.asarray(ids).reshape(-1)[: len(values)].tolist() if is_each else None
     return {
         "step": step,
         "site": name,
@@ -60,6 +59,14 @@ def _of_step(run: Run, step: int, site: int, channel: str, tokenizer: Any) -> di
         "values": wire.pack(values),
         "source": None,
     }
+
+
+def _per_token(values: Floats, ids: Any) -> Floats:
+    """One norm per token, or per sequence: dimensions beyond those of the ids are blocks."""
+    shape = np.shape(ids) if ids is not None else values.shape[:1]
+    lead = len(shape) if values.shape[: len(shape)] == shape else 1
+    flat = values.reshape(int(np.prod(values.shape[:lead])), -1)
+    return flat[:, 0] if flat.shape[1] == 1 else combine(flat, "sumsq", axis=1)
 
 
 def pieces(ids: list[int] | None, count: int, tokenizer: Any) -> list[str]:
@@ -77,7 +84,7 @@ def _of_sequence(run: Run, step: int, site: int, channel: str) -> dict[str, Any]
     if not told:
         return {"step": None, "pieces": [], "source": None}
     event = told[-1]
-    source = event.get("source", event.get("text"))
+    source = event.get("text", event.get("source"))
     answer = {"step": int(event["step"]), "pieces": [], "source": None if source is None else str(source)[:_MAX_TEXT]}
     count = event.get("num_tokens")
     if run.version == 1 and type(count) is int and count and run.sites:
