@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 SOURCES := $(wildcard csrc/*.cpp csrc/*.h) CMakeLists.txt setup.py
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp tests/native/*.h)
 PYTEST := $(BIN)/pytest -q
-# Two processes with a thread each; tests that need more threads ask for them.
-PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2
+# Two processes with a thread each; tests that need more threads ask for them. Neighbours stay in one process, so that
+# what they share is made once, until the other has nothing left to do.
+PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-all check-gpu bench lint format sanitize fuzz wheel clean

@@ -1,178 +1,109 @@
-"""A training step with the scanner beside the same step without it, and beside plain torch norms.
+"""A training step with the scanner beside the same step without it, and beside other ways to record it.
 
-Contestants live in one process with the same weights and data and take turns, step by step, in rotating order, so that
-the drift of a noisy machine hits all alike. The figure is the median over rounds of a contestant's step divided by the
-mean of two bare ones; how far the two bare ones differ is the noise of the run.
-
-    python benchmarks/bench_training_step.py --model minimind --rounds 60 [--accumulate 4] [--compile]
+Timed, it is `python -m benchmarks.training`: contestants in processes of their own, taking turns. As a test, all that
+need no other library train a few steps of the tiny model in this process, to the same losses as the bare one.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import pyscan
+pytest.importorskip("transformers")
 
-# hidden, layers, feed-forward, heads, key-value heads, head width, vocabulary, batch, tokens
-MODELS = {
-    "tiny": (64, 4, 176, 4, 2, 16, 512, 2, 64),
-    "small": (256, 4, 704, 4, 2, 64, 2048, 2, 256),
-    "minimind": (512, 8, 1408, 8, 2, 64, 6400, 1, 340),
+from benchmarks import results
+from benchmarks.training import report, rounds
+from benchmarks.training.contestants import CONTESTANTS
+from benchmarks.training.worker import Worker
+
+CASES = {
+    "tiny": {"model": "tiny"},
+    "tiny accumulation 4": {"model": "tiny", "accumulate": 4},
+    "minimind": {"model": "minimind"},
 }
+PEERS = {"msprobe", "nvdlfw-inspect", "wandb.watch"}  # they change the process they are in
+SECONDS = 40  # per table; `make bench-training` takes as long as it needs
 
 
-@dataclass
-class Trainer:
-    """One contestant: a model, its optimizer and what runs beside it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    ids: torch.Tensor
-    accumulate: int
-    after_backward: Callable[[], None] = lambda: None
-    close: Callable[[], None] = lambda: None
-
-    def step(self) -> tuple[float, float, float]:
-        """Wall seconds, processor seconds of this thread, and the loss."""
-        wall, processor = time.perf_counter(), time.thread_time()
-        for _ in range(self.accumulate):
-            loss = self.model(input_ids=self.ids, labels=self.ids).loss
-            loss.backward()
-        self.after_backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return time.perf_counter() - wall, time.thread_time() - processor, loss.item()
-
-
-def trainer(name: str, model: str, *, accumulate: int = 1, compiled: bool = False) -> Trainer:
-    transformers = pytest.importorskip("transformers")
-    hidden, layers, inner, heads, kv, width, vocabulary, batch, tokens = MODELS[model]
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        hidden_size=hidden, num_hidden_layers=layers, intermediate_size=inner, num_attention_heads=heads,
-        num_key_value_heads=kv, head_dim=width, vocab_size=vocabulary, tie_word_embeddings=False,
-    )  # fmt: skip
-    network = transformers.Qwen3ForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(network.parameters(), 1e-4)
-    ids = torch.randint(0, vocabulary, (batch, tokens))
-    called = torch.compile(network) if compiled else network
-    made = Trainer(called, optimizer, ids, accumulate)
-    if name == "pyscan":
-        path = Path(tempfile.mkdtemp(prefix="pyscan-bench-")) / "run.mscan"
-        made.close = pyscan.attach(called, path, optimizer=optimizer).close
-    elif name == "plain torch":
-        made.after_backward = plain_torch(network)
-    return made
-
-
-def plain_torch(model: nn.Module) -> Callable[[], None]:
-    """What a careful engineer writes instead: one norm per input and per gradient, one row a step, kept in memory."""
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
-    norms: dict[int, torch.Tensor] = {}
-    rows: list[torch.Tensor] = []
-
-    def watch(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            norms[index] = torch.linalg.vector_norm(args[0].detach(), dtype=torch.float32)
-
-        return hook
-
-    for index, linear in enumerate(linears):
-        linear.register_forward_pre_hook(watch(index))
-
-    @torch.no_grad()
-    def after_backward() -> None:
-        grads = torch._foreach_norm([w.grad for w in weights if w.grad is not None])
-        rows.append(torch.stack([*norms.values(), *grads]))
-
-    return after_backward
-
-
-def compare(names: list[str], model: str, rounds: int, **options: Any) -> dict[str, dict[str, float]]:
-    """Ratios of wall and processor time against bare, with p20 and p80, for each contestant."""
-    everyone = ["bare", "bare again", *names]
-    trainers = {name: trainer(name, model, **options) for name in everyone}
-    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in everyone}
-    warmup = 3 if rounds > 1 else 0
-    for turn in range(rounds + warmup):
-        shift = turn % len(everyone)
-        for name in everyone[shift:] + everyone[:shift]:
-            figures = trainers[name].step()
-            if turn >= warmup:
-                taken[name].append(figures)
-    for each in trainers.values():
-        each.close()
-    losses = {name: [loss for _, _, loss in steps] for name, steps in taken.items()}
-    assert all(losses[name] == losses["bare"] for name in everyone), "every contestant trains to the same losses"
-    return {name: _ratios(taken[name], taken["bare"], taken["bare again"]) for name in everyone}
-
-
-def _ratios(mine: list[Any], bare: list[Any], again: list[Any]) -> dict[str, float]:
-    def against(kind: int) -> list[float]:
-        return sorted(m[kind] / ((b[kind] + a[kind]) / 2) for m, b, a in zip(mine, bare, again, strict=True))
-
-    wall, processor = against(0), against(1)
-    return {
-        "wall": statistics.median(wall),
-        "p20": wall[int(0.2 * len(wall))],
-        "p80": wall[min(int(0.8 * len(wall)), len(wall) - 1)],
-        "processor": statistics.median(processor),
-        "ms": statistics.median(m[0] for m in mine) * 1e3,
-    }
-
-
-def table(title: str, results: dict[str, dict[str, float]]) -> str:
-    lines = [title]
-    lines += [
-        f"  {name:12} x{r['wall']:.4f} [{r['p20']:.4f}..{r['p80']:.4f}]  processor x{r['processor']:.4f}"
-        f"  {r['ms']:8.1f} ms"
-        for name, r in results.items()
-    ]
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [("tiny", {}), ("tiny", {"accumulate": 4}), ("minimind", {})],
-    ids=["tiny", "tiny accumulation 4", "minimind"],
-)
-def test_training_step(benchmark: Any, model: str, options: dict[str, Any]) -> None:
-    rounds = {"tiny": 150, "minimind": 30}[model] if benchmark.enabled else 1
-    names = ["pyscan", "plain torch"]
-    results = benchmark.pedantic(compare, args=(names, model, rounds), kwargs=options, rounds=1)
+@pytest.mark.parametrize("case", CASES)
+def test_training_step(benchmark: Any, tmp_path: Path, case: str) -> None:
+    if not benchmark.enabled:
+        pytest.skip("only with timing: the contestants are tested below, without processes of their own")
+    options: dict[str, Any] = {"names": ["pyscan", "plain torch"], "rounds": None, "seconds": SECONDS, **CASES[case]}
+    result = benchmark.pedantic(rounds.compare, kwargs=options | {"log": tmp_path / "log"}, rounds=1)
     benchmark.group = "training step"
-    benchmark.extra_info |= {name: round(result["wall"], 4) for name, result in results.items()}
-    if benchmark.enabled:
-        print("\n" + table(f"{model} {options}", results))
+    figures = result["contestants"]
+    benchmark.extra_info |= {name: round(one["wall"]["median"], 4) for name, one in figures.items()}
+    print("\n" + report.table(result))
+    assert all(one["same_losses"] for one in figures.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="minimind")
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    names = ["pyscan"] if arguments.compile else ["pyscan", "plain torch"]
-    results = compare(
-        names, arguments.model, arguments.rounds, accumulate=arguments.accumulate, compiled=arguments.compile
-    )
-    print(table(f"{arguments.model}, {arguments.rounds} rounds, accumulation {arguments.accumulate}", results))
+def test_every_contestant_trains_to_the_losses_of_the_bare_one() -> None:
+    unavailable, workers = [], {}
+    for name in CONTESTANTS.keys() - PEERS:
+        try:
+            workers[name] = Worker(name, "tiny", accumulate=2)
+        except ImportError as error:
+            unavailable.append((name, str(error)))
+    taken = rounds.take_turns(workers, 2, rounds=2)
+    closed = {name: worker.close() for name, worker in workers.items()}
+    assert all(mine.losses == taken["bare"].losses and len(mine.wall) == 2 for mine in taken.values())
+    assert all("pyscan.attach has no" in reason for _, reason in unavailable)
+    assert closed["pyscan"]["values_per_step"] > closed["plain torch"]["values_per_step"] > 0
+    assert closed["naive torch"]["bytes_per_step"] > 0 == closed["bare"]["bytes_per_step"]
 
 
-if __name__ == "__main__":
-    main()
+def made_up(pyscan: float, *, noise: float = 0.0, error: float = 0.002) -> dict[str, Any]:
+    def figures(ratio: float) -> dict[str, Any]:
+        clock = {"median": ratio, "p20": ratio - 0.01, "p80": ratio + 0.01, "error": error}
+        return {
+            "wall": clock, "processor": clock, "same_losses": True, "bytes_per_step": 5.0, "values_per_step": 2,
+        }  # fmt: skip
+
+    ratios = {"bare": 1.0, "bare again": 1.0 + noise, "pyscan": pyscan}
+    return {
+        "model": "tiny", "rounds": 30, "steps_per_turn": 8, "settled": True, "bare_ms": 12.0,
+        "unavailable": {"msprobe": "No module named 'msprobe'"},
+        "contestants": {name: figures(ratio) for name, ratio in ratios.items()},
+    }  # fmt: skip
+
+
+def test_only_what_the_noise_cannot_explain_counts_as_slower() -> None:
+    assert report.slower(made_up(1.013), made_up(1.01)) == []
+    assert len(report.slower(made_up(1.02), made_up(1.01))) == 2
+    assert report.slower(made_up(1.02, noise=-0.01), made_up(1.01)) == []
+    assert report.slower(made_up(1.0), made_up(1.05)) == []
+
+
+def test_rounds_go_on_until_bare_against_bare_is_known() -> None:
+    def taken(one: list[float], two: list[float]) -> dict[str, rounds.Taken]:
+        return {"bare": rounds.Taken(one, one), "bare again": rounds.Taken(two, two)}
+
+    even, noisy = [1.0, 1.001] * 15, [1.0, 1.1] * 15
+    assert rounds.is_settled(taken(even, even))
+    assert not rounds.is_settled(taken(even[:10], even[:10])), "too few rounds"
+    assert not rounds.is_settled(taken([1.01 * t for t in even], even)), "one is slower than the other"
+    assert not rounds.is_settled(taken(noisy, even)), "the median is not known well enough"
+
+
+def test_a_result_is_kept_with_its_machine_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.training.__main__ import draw
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    at = results.circumstances()
+    results.keep("training-tiny-scanner", made_up(1.01), at | {"date": "2001"})
+    results.keep("training-tiny-scanner", made_up(1.02), at)
+    draw(at)
+    kept = results.last_kept("training-tiny-scanner")
+    assert kept is not None
+    assert kept["result"] == json.loads(json.dumps(made_up(1.02)))
+    assert kept["machine"]["cores"] >= 1
+    assert kept["versions"]["torch"]
+    folder = tmp_path / at["commit"]
+    assert "</svg>" in (folder / "training.svg").read_text()
+    assert "| pyscan | x1.0200 |" in (folder / "training.md").read_text()
+    assert "unavailable: No module named 'msprobe'" in (folder / "training.md").read_text()

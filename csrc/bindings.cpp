@@ -9,5 +9,6 @@ PYBIND11_MODULE(_C, m) {
   pyscan::BindReduce(m);
   pyscan::BindObserve(m);
   pyscan::BindGradients(m);
+  pyscan::BindWatch(m);
   pyscan::BindWriter(m);
 }

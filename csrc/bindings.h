@@ -8,6 +8,7 @@ namespace pyscan {
 void BindReduce(pybind11::module_& m);
 void BindObserve(pybind11::module_& m);
 void BindGradients(pybind11::module_& m);
+void BindWatch(pybind11::module_& m);
 void BindWriter(pybind11::module_& m);
 
 }  // namespace pyscan

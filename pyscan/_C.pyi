@@ -130,6 +130,19 @@ class GradientWatch:
     def close(self) -> None: ...
 
 def all_in_place(homes: list[dict[str, Any]], keys: list[str], found: list[Any], /) -> bool: ...
+def num_entries(families: list[dict[str, Any]], /) -> int: ...
+def all_have(objects: list[Any], attribute: str, values: list[bool], /) -> bool: ...
+def glance(
+    cells: NDArray[np.float64],
+    starts: NDArray[np.int64],
+    num_blocks: int,
+    num_bad: int,
+    limits: NDArray[np.float64],
+    sums: NDArray[np.float64],
+    tops: NDArray[np.float64],
+    is_first: bool,
+    /,
+) -> tuple[float, float, bool, bool]: ...
 def borrow_threads(gomp_parallel: int, /) -> None: ...
 
 _Layout = list[tuple[str, str, int]]

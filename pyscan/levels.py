@@ -40,7 +40,7 @@ class Sites:
         blocks = np.array([site.num_blocks for site in found] * 2, np.int64)
         self.num_blocks = int(blocks.sum())
         self.of_block = np.repeat(np.arange(len(blocks)), blocks)
-        self._starts = np.cumsum(blocks) - blocks
+        self.starts = np.cumsum(blocks) - blocks
         widths = [math.prod(site.shape[1:]) or 1 for site in found]
         self.sizes = np.log2(widths + [math.prod(site.shape) or 1 for site in found])
         # A tied weight has the gradient of another site. An expert without tokens may be 0 and is not dead.
@@ -52,7 +52,7 @@ class Sites:
 
     def sums(self, cells: Floats) -> Floats:
         """Sums of squares per site; negative: not observed."""
-        return np.asarray(np.add.reduceat(cells[: self.num_blocks], self._starts))
+        return np.asarray(np.add.reduceat(cells[: self.num_blocks], self.starts))
 
     def norms(self, cells: Floats, site: int) -> dict[str, float | None]:
         """Norm and largest value of input and gradient of a site, given by its place in the schema, in one row."""

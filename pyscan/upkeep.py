@@ -41,8 +41,8 @@ class ModelState:
         self._trainable = [site.trainable for site in held]
 
     def changed(self) -> bool:
-        if sum(map(len, self._families)) != self._num_children:
-            return True
-        if not _C.all_in_place(self._homes, self._keys, self._found):
-            return True
-        return [parameter.requires_grad for parameter in self._parameters] != self._trainable
+        return not (
+            _C.num_entries(self._families) == self._num_children
+            and _C.all_in_place(self._homes, self._keys, self._found)
+            and _C.all_have(self._parameters, "requires_grad", self._trainable)
+        )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pyscan import alarms
+from pyscan import _C, alarms
 from pyscan.alarms import Event
 from pyscan.first_bad import Orders, first_bad
 from pyscan.format import ROW_AFTER_CLIP, ROW_SKIPPED
@@ -91,14 +91,19 @@ class RowWatch:
         sites = self._sites
         if not len(sites):
             return []
-        sums = sites.sums(cells)
-        events = self._at_once(step, cells, sums, loss, flags)
-        if (sums > self._bounds.largest_sum).any():
+        sums, largest, gradient, has_bad, is_above = self._glance(step, cells)
+        events = []
+        # A mean over no labels is NaN with gradients of 0: that is the other alarm.
+        is_bad = has_bad or (loss is not None and not math.isfinite(loss) and gradient != 0)
+        if self._begins("nonfinite", is_bad and not self._scaler_skips(cells, flags)):
+            events.append(self._nonfinite(step, cells, loss, flags))
+        if self._begins("no_gradient", gradient <= 0 <= largest):
+            events.append(alarms.no_gradient(step, loss, gradient == 0))
+        if is_above:
             events += self._too_high(step, levels_of(sums))
-        elif self._was_exploded is not None:
+        else:
             self._was_exploded = None
         self._before.append((step, loss, cells))
-        self._fill_window(step, sums, cells[: sites.num_blocks])
         return events + self._review_if_due(step)
 
     def finish(self, step: int) -> list[Event]:
@@ -108,18 +113,16 @@ class RowWatch:
 
     # What cannot wait
 
-    def _at_once(self, step: int, cells: Floats, sums: Floats, loss: float | None, flags: int) -> list[Event]:
-        events = []
-        bad = cells[-2 * self._sites.num_all :]
-        gradient = sums[len(self._sites) :].max()
-        loss_is_bad = loss is not None and not math.isfinite(loss)
-        # A mean over no labels is NaN with gradients of 0: that is the other alarm.
-        is_bad = bool(bad.max() > 0) or (loss_is_bad and gradient != 0)
-        if self._begins("nonfinite", is_bad and not self._scaler_skips(bad, flags)):
-            events.append(self._nonfinite(step, bad, loss, flags))
-        if self._begins("no_gradient", bool(gradient <= 0 <= sums.max())):
-            events.append(alarms.no_gradient(step, loss, bool(gradient == 0)))
-        return events
+    def _glance(self, step: int, cells: Floats) -> tuple[Floats, float, float, bool, bool]:
+        """Take the row into the window; its sums, the largest of all and of the gradients, whether it has bad values,
+        and whether a sum is above its bound."""
+        sites, place = self._sites, self._num_rows % self.limits.patience
+        if place == 0:
+            self._window_step = step
+        self._num_rows += 1
+        sums, limits, num_bad = self._window[place], self._bounds.largest_sum, 2 * sites.num_all
+        found = _C.glance(cells, sites.starts, sites.num_blocks, num_bad, limits, sums, self._largest, place == 0)
+        return sums, *found
 
     def _begins(self, kind: str, is_on: bool) -> bool:
         """Whether an alarm fires: it is on, and was not in the last `patience` rows."""
@@ -127,15 +130,20 @@ class RowWatch:
         self._quiet_rows[kind] = 0 if is_on else self._quiet_rows[kind] + 1
         return fires
 
-    def _scaler_skips(self, bad: Floats, flags: int) -> bool:
+    def _scaler_skips(self, cells: Floats, flags: int) -> bool:
         """A scaler that looks for its scale skips steps whose gradients overflow; only for ever is a fault."""
-        skips = bool(flags & ROW_SKIPPED) and not (bad[: self._sites.num_all] > 0).any()
+        skips = bool(flags & ROW_SKIPPED) and not (self._bad(cells)[0] > 0).any()
         self._num_skipped = self._num_skipped + 1 if skips else 0
         return skips and self._num_skipped < self.limits.patience
 
-    def _nonfinite(self, step: int, bad: Floats, loss: float | None, flags: int) -> Event:
-        half, orders = self._sites.num_all, self._orders()
-        fault = first_bad(bad[:half], bad[half:], orders)
+    def _bad(self, cells: Floats) -> tuple[Floats, Floats]:
+        """The counts of non-finite inputs and gradients, site by site."""
+        half = self._sites.num_all
+        return cells[-2 * half : -half], cells[-half:]
+
+    def _nonfinite(self, step: int, cells: Floats, loss: float | None, flags: int) -> Event:
+        orders = self._orders()
+        fault = first_bad(*self._bad(cells), orders)
         if fault is None:
             return alarms.bad_loss(self._sites, step, orders)
         after_clip = bool(flags & ROW_AFTER_CLIP)
@@ -165,16 +173,6 @@ class RowWatch:
         return new
 
     # What must last
-
-    def _fill_window(self, step: int, sums: Floats, blocks: Floats) -> None:
-        place = self._num_rows % self.limits.patience
-        if place == 0:
-            self._window_step = step
-            self._largest[:] = blocks
-        else:
-            np.maximum(self._largest, blocks, out=self._largest)
-        self._window[place] = sums
-        self._num_rows += 1
 
     def _review_if_due(self, step: int) -> list[Event]:
         if self._num_rows % self.limits.patience == 0:
