@@ -100,7 +100,7 @@ def _difference(session: Session, pictures: list[Picture], measure: str) -> dict
     found = apart(a, b, session.pairs, *counts)
     known = np.abs(found[np.isfinite(found)])
     far = float(np.percentile(known, 99)) if known.size else 0.0
-    end = next((end for end in _STEPS_OF_ENDS if far <= end), _STEPS_OF_ENDS[-1])
+    end = next((end for end in _STEPS_OF_ENDS if far <= 1.001 * end), _STEPS_OF_ENDS[-1])
     return {"scores": wire.pack(found), "ends": (-end, end), "largest": float(known.max()) if known.size else None}
 
 
