@@ -305,6 +305,8 @@ class Scanner:
         if not self._off:
             try:
                 self._lookout.finish()
+                if self._writer is not None:
+                    self._writer.event("closed", self._latest[0].step if self._latest else 0, overhead=self.overhead)
             except Exception as error:
                 self._fail(error)
         self._off = True
@@ -407,7 +409,10 @@ class Scanner:
 
     def _announce(self) -> None:
         sites = self._inventory.sites
-        self._event("attached", cells=self.buffer.num_cells, bytes_per_step=2 * self.buffer.num_cells, sites=len(sites))
+        left_out = {name: reason for name, reason in self._inventory.coverage.items() if reason != "scanned"}
+        num_cells = self.buffer.num_cells
+        told = {"bytes_per_step": 2 * num_cells, "sites": len(sites), "not_scanned": left_out}
+        self._event("attached", cells=num_cells, **dict[str, Any](told))
         for site in sites:
             if site.note and not site.expert:
                 self._event("note", site=site.name, text=site.note)
