@@ -40,10 +40,12 @@ from pyscan.gradients import GradientReader
 from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import ABSENT_SUM, Row, param_stats
 from pyscan.lookout import Lookout
+from pyscan.pipeline import watch_stages, wrap_stages
+from pyscan.placement import find_placements
 from pyscan.process import is_distributed, own_path, rank_and_world
-from pyscan.schema import Schema
+from pyscan.schema import Schema, SiteInfo
 from pyscan.silence import Silence
-from pyscan.sites import Inventory, find_sites
+from pyscan.sites import Inventory, Site, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.upkeep import ModelState
 from pyscan.watch import Watch
@@ -115,6 +117,7 @@ class Scanner:
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
         self._budget = Budget(config.every, config.budget)
+        self._placements = find_placements(model)
         self._inventory = self._find()
         self._refuse_second_scan()
         self.schema = self._schema()
@@ -291,9 +294,12 @@ class Scanner:
 
     def _find(self) -> Inventory:
         config = self.config
-        return find_sites(
+        found = find_sites(
             self._model, include=config.include, exclude=config.exclude, block=config.block, rows=config.rows
         )
+        if self._placements is not None:
+            found.sites[:] = map(self._placements.place, found.sites)
+        return found
 
     def _refuse_second_scan(self) -> None:
         if any(hooks.is_watched(site.module) for site in self._inventory.sites):
@@ -305,19 +311,24 @@ class Scanner:
         return Schema(
             model=name or type(_bare(self._model)).__name__,
             channels=channels(self.config.rows),
-            sites=tuple(map(site_info, self._inventory.sites)),
+            sites=tuple(map(self._site_info, self._inventory.sites)),
             block=self.config.block,
             every=self._budget.every,
             rank=rank,
             world=world,
+            mesh=None if self._placements is None else self._placements.mesh,
             versions={"pyscan": pyscan.__version__, "torch": torch.__version__, "python": platform.python_version()},
             metadata=dict(self.config.metadata) if self.config.metadata else None,
         )
 
+    def _site_info(self, site: Site) -> SiteInfo:
+        merge = None if self._placements is None else self._placements.merge(site)
+        return site_info(site, [channel.name for channel in channels(self.config.rows)], merge)
+
     def _watch_sites(self) -> None:
         sites = self._inventory.sites
         self.buffer = make_buffer(sites, self.schema, self._device)
-        self._capture = Capture(self.buffer, len(sites), self._fail)
+        self._capture = Capture(self.buffer, sites, self._fail, self._placements)
         for index, site in enumerate(sites):
             if site.observe in ("module_input", "lookup"):
                 watch = hooks.watch_input if site.observe == "module_input" else hooks.watch_output
@@ -327,9 +338,16 @@ class Scanner:
         self._endings.append(self._functional.remove)
         self._silence = Silence(self._inventory, self.buffer, self._functional.problems, self._event)
         self._gradients = GradientReader(
-            sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
+            sites,
+            self.buffer,
+            early=not is_distributed(),
+            on_backward=self._capture.forget,
+            on_error=self._fail,
+            on_unreduced=self._is_unreduced,
         )
         self._endings.append(self._gradients.remove)
+        if is_distributed():
+            self._endings.append(watch_stages(self._model, self._stage_ends))
         self._lookout = Lookout(
             self.schema.sites,
             self.config.watch,
@@ -364,12 +382,28 @@ class Scanner:
     # Called from hooks
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
+        if self._placements is not None:
+            wrap_stages()
         self._capture.set_mask(mask)
         self._lookout.forward_begins()
 
     def _forward_ends(self) -> None:
         self._capture.forget()
         self.buffer.flush()
+
+    def _stage_ends(self) -> None:
+        try:
+            if self._gradients.state.active:
+                self._gradients.read_again()
+        except Exception as error:
+            self._fail(error)
+
+    def _is_unreduced(self, site: Site) -> None:
+        """The true gradient would need a sum over ranks, which is not ours to ask for."""
+        reason = "its gradient is a sum over ranks that nobody has added up (Partial): recording its input only"
+        if self._inventory.coverage.get(site.name) == "scanned":
+            self._inventory.coverage[site.name] = f"activation only: {reason}"
+            self._event("note", site=site.name, text=f"{site.name!r}: {reason}.")
 
     def _step_begins(self, unscaled: bool) -> None:
         try:
@@ -392,6 +426,8 @@ class Scanner:
             self._unwatch_sites()
             return
         start = _clock()
+        if self._placements is not None and self._placements.is_news:
+            self._say_placements()
         seen = self._forward.take()
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
@@ -423,6 +459,14 @@ class Scanner:
         self._step += 1
         self._measure(start)
         self._set_active()
+
+    def _say_placements(self) -> None:
+        """Inputs have shown how the ranks' cells merge: the last schema of a file holds for all its rows."""
+        assert self._placements is not None
+        self._placements.is_news = False
+        self.schema = self._schema()
+        if self._writer is not None:
+            self._writer.change_schema(self.schema)
 
     def _use_threads(self) -> None:
         """As many as torch has; a loop may change that."""
@@ -522,6 +566,7 @@ class Scanner:
         self._wait_rows()
         self._unwatch_sites()
         self._device = device_of(self._model)
+        self._placements = find_placements(self._model)
         self._inventory = self._find()
         self.schema = self._schema()
         self._watch_sites()

@@ -79,9 +79,12 @@ class SiteInfo:
 
 @dataclass(frozen=True)
 class Mesh:
+    """All ranks as an array, and the place of one; the ranks along the dimensions `data` see other rows."""
+
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     coords: tuple[int, ...]
+    data: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.dims) == len(self.shape) == len(self.coords) <= 32 or len(set(self.dims)) != len(self.dims):
@@ -222,6 +225,7 @@ def _mesh(got: dict[str, Any]) -> Mesh:
         names(got.get("dims"), "mesh dims"),
         tuple(json_list(got.get("shape"), "mesh shape")),
         tuple(json_list(got.get("coords"), "mesh coords")),
+        names(got.get("data", []), "mesh data"),
     )
 
 
