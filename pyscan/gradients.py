@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from pyscan.engine import DTYPES
 from pyscan.engines import Buffer
-from pyscan.shards import is_sharded, is_unreduced, to_local
+from pyscan.shards import is_sharded, is_unreduced, part_like, to_local
 from pyscan.sites import Site
 
 # A gradient up to this is still in a cache at the end of the backward, and costs more to call for than to read.
@@ -123,10 +123,11 @@ class GradientReader:
         return state
 
     def _store(self, weight: Weight, grad: Tensor) -> None:
-        if is_unreduced(grad):
+        here = None if is_unreduced(grad) else part_like(grad.detach(), weight.parameter)
+        if here is None:
             self._on_unreduced(weight.members[0][1])
             return
-        grad = _dense(grad)
+        grad = _dense(here)
         for index, site in weight.members if self._buffer.reads(grad) else ():
             matrix = site.matrix(grad)
             if matrix is not None:
@@ -172,11 +173,8 @@ def _state(grad: Tensor) -> tuple[int, int]:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """The values to reduce: of a sparse gradient its rows (each once), of a sharded one what this rank holds."""
-    grad = to_local(grad.detach())
-    if grad.is_sparse:
-        grad = grad.coalesce()._values()
-    return grad
+    """The values to reduce: of a sparse gradient its rows, each once."""
+    return grad.coalesce()._values() if grad.is_sparse else grad
 
 
 def nothing(*args: object) -> None:

@@ -347,7 +347,7 @@ class Scanner:
         )
         self._endings.append(self._gradients.remove)
         if is_distributed():
-            self._endings.append(watch_stages(self._model, self._stage_ends))
+            self._endings.append(watch_stages(self._model, self._stage_ends, self.paused))
         self._lookout = Lookout(
             self.schema.sites,
             self.config.watch,
@@ -400,7 +400,7 @@ class Scanner:
 
     def _is_unreduced(self, site: Site) -> None:
         """The true gradient would need a sum over ranks, which is not ours to ask for."""
-        reason = "its gradient is a sum over ranks that nobody has added up (Partial): recording its input only"
+        reason = "its gradient is not complete on any rank, nobody has added it up (Partial): recording its input only"
         if self._inventory.coverage.get(site.name) == "scanned":
             self._inventory.coverage[site.name] = f"activation only: {reason}"
             self._event("note", site=site.name, text=f"{site.name!r}: {reason}.")
@@ -592,6 +592,10 @@ class Scanner:
         """Turn off and say so, once. Hooks are taken away later: this may run inside one."""
         if self._off:
             return
+        import os, traceback
+
+        if os.environ.get("PSDBG"):
+            traceback.print_exception(error)
         self._off = True
         self._set_active()
         text = f"pyscan turned itself off at step {self._step}: {type(error).__name__}: {error}. Training goes on."

@@ -119,6 +119,22 @@ def _input_range(parameter: Any, length: int, dim: int, input_dims: set[int]) ->
     return Range(start, length)
 
 
+def part_like(x: Any, parameter: Any) -> Tensor | None:
+    """What this rank holds of x, a tensor of the parameter's shape, where it holds the parameter; None: not all of it.
+
+    Autograd may leave a whole gradient on every rank for a weight of which each has a part.
+    """
+    local = to_local(x)
+    if not is_sharded(x) or tuple(x.placements) == tuple(parameter.placements):
+        return local
+    for dim in range(x.ndim):
+        there, wanted = local_range(x, dim), local_range(parameter, dim)
+        if not there.start <= wanted.start <= wanted.start + wanted.length <= there.start + there.length:
+            return None
+        local = local.narrow(dim, wanted.start - there.start, wanted.length)
+    return local
+
+
 def fitted(x: Tensor, local: Tensor, inputs: Range, num_features: int) -> Tensor | None:
     """The features `inputs` of what is here of x; zeros, which add nothing, where another rank has them.
 

@@ -220,9 +220,10 @@ class SequenceTp(Tp):
     def plan(self) -> dict[str, Any]:
         return {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
-            "norm": SequenceParallel(use_local_output=False),
+            "norm": SequenceParallel(use_local_output=True),
             "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "mix": SequenceParallel(use_local_output=True),
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
 
@@ -334,9 +335,7 @@ def merged(schemas: list[Any], rows: list[Any]) -> dict[tuple[str, str], np.ndar
                 number = site.num_cells(channel.per)
                 rule = site.merge[channel.name]
                 assert set(rule.over) | set(rule.replicas) == set(schema.mesh.dims), (site.name, rule)
-                key = tuple(
-                    c for d, c in zip(schema.mesh.dims, schema.mesh.coords, strict=True) if d not in rule.over
-                )
+                key = tuple(c for d, c in zip(schema.mesh.dims, schema.mesh.coords, strict=True) if d not in rule.over)
                 first = {"site": 0, "block": site.offset[1] // BLOCK, "row_block": site.offset[0] // BLOCK}[channel.per]
                 place = channel.name, site.name
                 parts.setdefault(place, {}).setdefault(key, []).append((first, cells[at : at + number]))
@@ -408,9 +407,7 @@ def run_case(name: str, out: Path, want: list[dict[tuple[str, str], np.ndarray]]
     bare_counts: list[Any] = []
     counts: list[Any] = []
     bare = train(case, None, bare_counts)
-    in_memory = train(
-        case, lambda model, opt: pyscan.attach(model, optimizer=opt, rows=True, watch=False), counts
-    )
+    in_memory = train(case, lambda model, opt: pyscan.attach(model, optimizer=opt, rows=True, watch=False), counts)
     path = out / f"{name}.mscan"
     train(case, lambda model, opt: pyscan.attach(model, path, optimizer=opt, rows=True))
     result: dict[str, Any] = {
@@ -434,7 +431,10 @@ def run_case(name: str, out: Path, want: list[dict[tuple[str, str], np.ndarray]]
             "num_rows": len(scan.rows),
         }
         if name != "fsdp_bf16":
-            result |= compare([e[0] for e in every], [e[1] for e in every], want, path)
+            try:
+                result |= compare([e[0] for e in every], [e[1] for e in every], want, path)
+            except Exception:
+                result["error"] = traceback.format_exc()
     return result
 
 
@@ -457,7 +457,11 @@ def compare(schemas: list[Any], rows: list[Any], want: list[Any], path: Path) ->
         steps = run.steps["step"].tolist()
     damage = [reason for _, reason in check(path)]
     return {
-        "in_memory": in_memory, "in_file": in_file, "sites": sorted(sites), "kinds": kinds, "steps": steps,
+        "in_memory": in_memory,
+        "in_file": in_file,
+        "sites": sorted(sites),
+        "kinds": kinds,
+        "steps": steps,
         "damage": damage,
     }
 
