@@ -592,10 +592,6 @@ class Scanner:
         """Turn off and say so, once. Hooks are taken away later: this may run inside one."""
         if self._off:
             return
-        import os, traceback
-
-        if os.environ.get("PSDBG"):
-            traceback.print_exception(error)
         self._off = True
         self._set_active()
         text = f"pyscan turned itself off at step {self._step}: {type(error).__name__}: {error}. Training goes on."

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -211,8 +212,14 @@ def _site(raw: Any) -> SiteInfo:
         num_row_blocks=got.get("row_blocks", 0),
         tied_to=got.get("tied_to"),
         offset=(offset[0], offset[1]),
-        merge={name: _merge(rule) for name, rule in json_object(got.get("merge") or {}, "merge").items()},
+        merge=_rules(json.dumps(json_object(got.get("merge") or {}, "merge"))),
     )
+
+
+@lru_cache(256)
+def _rules(encoded: str) -> Mapping[str, Merge]:
+    """The rules of a site's channels; most sites of most ranks have the same ones, which are kept once."""
+    return {name: _merge(rule) for name, rule in json.loads(encoded).items()}
 
 
 def _merge(raw: Any) -> Merge:

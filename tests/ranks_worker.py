@@ -8,7 +8,6 @@ the merge rules, compares them with one process that has the whole batch, and wr
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import traceback
@@ -242,7 +241,7 @@ class FsdpTp(Case):
 
 
 class Pipeline(Case):
-    """Two stages, four micro-batches; with four ranks, two such pipelines under DDP."""
+    """Two stages, four micro-batches; with four ranks, two such pipelines whose stages are sharded."""
 
     def shard(self) -> tuple[int, int]:
         return self.rank % (self.world // 2), self.world // 2
@@ -254,7 +253,7 @@ class Pipeline(Case):
         stage_index = self.mesh.get_local_rank("pp")
         stage: nn.Module = Last(net) if stage_index else First(net)
         if self.world > 2:
-            stage = DistributedDataParallel(stage, process_group=self.mesh.get_group("dp"))
+            stage = fully_shard(stage, mesh=self.mesh["dp"])
         pipe = PipelineStage(stage, stage_index, 2, torch.device("cpu"), group=self.mesh.get_group("pp"))
         self.schedule = ScheduleGPipe(pipe, 4, loss_fn=loss_of)
         self.stage_index = stage_index
@@ -421,6 +420,7 @@ def run_case(name: str, out: Path, want: list[dict[tuple[str, str], np.ndarray]]
     flags = [row for _, _, of_rank in every for row in of_rank]
     dist.barrier()
     results = gathered(result)
+    own = gathered(own_error(case)) if name == "fsdp_bf16" else []
     if dist.get_rank() == 0:
         result = {
             "identical": all(r["identical"] for r in results),
@@ -430,12 +430,57 @@ def run_case(name: str, out: Path, want: list[dict[tuple[str, str], np.ndarray]]
             "late": sum(bool(flag & 2) for flag in flags),
             "num_rows": len(scan.rows),
         }
-        if name != "fsdp_bf16":
+        if name == "fsdp_bf16":
+            result["own"] = max(own)
+        else:
             try:
                 result |= compare([e[0] for e in every], [e[1] for e in every], want, path)
             except Exception:
                 result["error"] = traceback.format_exc()
     return result
+
+
+def own_error(case: Case) -> float:
+    """The largest relative error of this rank's norms against float64 reductions of its own inputs and gradients."""
+    model = case.wrap(new_net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inputs: dict[str, Tensor] = {}
+    names = ("up", "down", "mix", "head")
+    with pyscan.attach(model, optimizer=optimizer, watch=False) as scan:
+        for name in names:
+            keep = lambda m, args, name=name: inputs.update({name: args[0].detach().clone()})  # noqa: E731
+            getattr(model, name).register_forward_pre_hook(keep)
+        error = 0.0
+        for ids, target in batches():
+            optimizer.zero_grad()
+            case.backward(model, ids, target)
+            grads = {name: getattr(model, name).weight.grad.to_local() for name in names}
+            optimizer.step()
+            stats = scan.latest()["param_stats"]
+            for name in names:
+                assert inputs[name].dtype == torch.bfloat16
+                blocks = stats[f"{name}.weight"]["blocks"]
+                act = [block["activation_norm"] for block in blocks]
+                error = max(error, worst(np.array(act), block_sums(inputs[name].flatten(0, -2), 1).sqrt().numpy()))
+                if name != "mix":  # the rows of which are cut, and with them its blocks
+                    grad = [block["grad_norm"] for block in blocks]
+                    error = max(error, worst(np.array(grad), block_sums(grads[name], 1).sqrt().numpy()))
+    return error
+
+
+def corrupt(out: Path) -> None:
+    """Rank 2 of a DDP run finds another weight in its memory before step 6."""
+    case = Ddp()
+    model = case.wrap(new_net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pyscan.attach(model, out / "corrupt.mscan", optimizer=optimizer):
+        for step in range(1, 9):
+            if step == 6 and case.rank == 2:
+                model.module.up.weight.data[3, 5] = 1e3
+            ids, target = batches()[step % STEPS]
+            optimizer.zero_grad()
+            case.backward(model, ids, target)
+            optimizer.step()
 
 
 def compare(schemas: list[Any], rows: list[Any], want: list[Any], path: Path) -> dict[str, Any]:
@@ -474,7 +519,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in names:
         try:
-            results[name] = run_case(name, out, want)
+            results[name] = corrupt(out) if name == "corrupt" else run_case(name, out, want)
         except Exception:
             results[name] = {"error": traceback.format_exc()}
             print(results[name]["error"], file=sys.stderr, flush=True)
