@@ -56,6 +56,11 @@ class Run(ABC):
         """What happened, in the order it was written: dicts with at least `kind`, `step` and `site`."""
 
     @property
+    def recorded_events(self) -> list[Event]:
+        """The events that were written, without those that are found by reading the values."""
+        return self.events
+
+    @property
     @abstractmethod
     def damage(self) -> list[tuple[int, str]]:
         """What was found damaged so far, as (offset, reason). Bytes nobody has read yet are not in it: see `check`.
