@@ -23,8 +23,12 @@ EXTRAS = {
     "accelerate": ["accelerate>=1.0"],
     "wandb": ["wandb>=0.19.10", "pillow>=10"],
     "tensorboard": ["tensorboard>=2.11"],
+    "view": ["plotly>=5.20"],
 }
+# Tools of others, for the benchmarks alone.
+PEERS = ["mindstudio-probe>=26.2", "nvdlfw_inspect>=0.2.2", "wandb>=0.19.10"]
 EXTRAS["all"] = sorted({requirement for group in EXTRAS.values() for requirement in group})
+EXTRAS["peers"] = PEERS
 
 
 class CMakeBuild(build_ext):
@@ -56,9 +60,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=["pyscan", "pyscan.commands", "pyscan.examples", "pyscan.integrations", "pyscan.kernels"],
+    packages=["pyscan", "pyscan.commands", "pyscan.examples", "pyscan.integrations", "pyscan.kernels", "pyscan.viewer"],
     package_dir={"pyscan": "pyscan", "pyscan.examples": "examples", "pyscan.kernels": "kernels"},
-    package_data={"pyscan": ["py.typed", "_C.pyi"]},
+    package_data={"pyscan": ["py.typed", "_C.pyi"], "pyscan.viewer": ["static/*"]},
     ext_modules=[Extension("pyscan._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=["numpy>=1.24", "torch>=2.6", 'triton>=3.2; platform_system == "Linux"'],

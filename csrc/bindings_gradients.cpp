@@ -116,6 +116,21 @@ class GradientWatch {
     return late;
   }
 
+  // Reads every gradient there is, in the place of what was read: something has changed them all.
+  void ReadAll() {
+    Timed([&] {
+      std::vector<int64_t> there;
+      for (int64_t i = 0; i < num_weights(); ++i) {
+        Weight& weight = weights_[i];
+        if (Gradient(weight).is_none()) continue;
+        if (++weight.num_backwards == 1) order_.push_back(i);
+        weight.version = -1;
+        there.push_back(i);
+      }
+      Read(there, false);
+    });
+  }
+
   // The row is closed: what was counted is what to expect.
   void NextStep() {
     order_.clear();
@@ -275,6 +290,7 @@ void BindGradients(py::module_& m) {
       .def("hook", [](const py::object& self, int64_t weight) { return MakeHook(self, weight); })
       .def("settle", &GradientWatch::Settle)
       .def("read_rest", &GradientWatch::ReadRest)
+      .def("read_all", &GradientWatch::ReadAll)
       .def("next_step", &GradientWatch::NextStep)
       .def("close", &GradientWatch::Close);
 }

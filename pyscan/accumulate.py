@@ -6,7 +6,7 @@ per step. Here what engines have in common, and the CPU engine; device_buffer.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pyscan import _C
 from pyscan.closing import Closing, Finished
 from pyscan.engine import DTYPES
-from pyscan.schema import Channel, Layout, Schema, SiteInfo
+from pyscan.schema import Channel, Layout, Merge, Schema, SiteInfo
+from pyscan.shards import Range
 from pyscan.sites import Site
 
 ROWS = "grad_out"
@@ -36,8 +37,8 @@ def channels(rows: bool) -> tuple[Channel, ...]:
     return CHANNELS if rows else tuple(channel for channel in CHANNELS if channel.name != ROWS)
 
 
-def site_info(site: Site) -> SiteInfo:
-    """A site as the file describes it."""
+def site_info(site: Site, names: Iterable[str] = (), merge: Mapping[str, Merge] | None = None) -> SiteInfo:
+    """A site as the file describes it; with several ranks, how they merge each of the channels `names`."""
     return SiteInfo(
         name=site.name,
         kind=site.kind,
@@ -46,6 +47,8 @@ def site_info(site: Site) -> SiteInfo:
         num_blocks=site.num_blocks,
         num_row_blocks=site.num_row_blocks,
         tied_to=site.tied_to,
+        offset=(site.held.rows.start, site.held.cells.start) if site.block else (0, 0),
+        merge={} if merge is None else {name: merge[name] for name in names},
     )
 
 
@@ -57,7 +60,7 @@ class RowCells:
         self.num_threads = torch.get_num_threads()  # of the CPU
         self._firsts = np.concatenate([[0], np.cumsum(self.layout.num_cells)]).tolist()
         self._num_sites = len(sites)
-        self._num_features = [site.shape[1] for site in sites]
+        self._num_features = [site.held.inputs.length for site in sites]
         self._has_rows = ROWS in self.layout.channel_index
         self._slots = [self._slot(i, site, "act") for i, site in enumerate(sites)]
         self._slots += [self._slot(i, site, "grad") for i, site in enumerate(sites)]
@@ -78,18 +81,18 @@ class RowCells:
         return slice(self._firsts[index] + begin, self._firsts[index] + end)
 
     def _slot(self, index: int, site: Site, channel: str) -> _C.SlotTuple:
-        cells = self.cells(channel, index)
-        length = site.shape[0] if channel == ROWS else site.shape[1]
-        block = self.layout.schema.block
-        single = site.num_row_blocks if channel == ROWS else site.num_blocks
-        width = block if block and single == -(-length // block) else max(length, 1)
+        cells, block, held = self.cells(channel, index), site.block, site.held
+        part = held.rows if channel == ROWS else held.inputs if channel == "act" else held.cols
+        of_cells = held.rows if channel == ROWS else held.cells
+        start = cells.start + part.first_block(block) - of_cells.first_block(block)
+        width, first = (block, part.start % block) if block else (max(part.length, 1), 0)
         axis = 1 if channel == "act" else site.in_axis
         by_rows = axis == 0 if channel != ROWS else axis == 1
         pass_name = "act" if channel == "act" else "grad"
         absmax, bad = (
             (-1, -1) if channel == ROWS else (self.cells(f"{pass_name}_{x}", index).start for x in ("max", "bad"))
         )
-        return width, 0, by_rows, cells.stop - cells.start, cells.start, absmax, bad, pass_name == "grad"
+        return width, first, by_rows, _num_cells(part, block), start, absmax, bad, pass_name == "grad"
 
     def grad_slots(self, site: int) -> list[int]:
         """The slots that a gradient of the site fills."""
@@ -188,10 +191,9 @@ class StepBuffer(RowCells):
         return ()
 
 
-def to_local(x: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a sharded tensor (a DTensor, of a module that need not be imported)."""
-    local: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return local
+def _num_cells(part: Range, block: int) -> int:
+    """The cells a part of a weight fills; without features it fills none, with blocks or without."""
+    return part.num_blocks(block) if part.length else 0
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ __all__ = [
     "mean_over_steps",
     "run_sps",
     "sps",
+    "z_scores",
 ]
 
 Floats = NDArray[np.float64]
@@ -134,12 +135,18 @@ def sps(act: ArrayLike, grad: ArrayLike, widths: ArrayLike, layers: Sequence[Any
     act_levels, grad_levels = levels(act, widths), levels(grad, widths)
     if act_levels.shape != grad_levels.shape:
         raise ValueError(f"act and grad must have one shape, got {act_levels.shape} and {grad_levels.shape}")
-    if len(layers) != act_levels.shape[-1]:
-        raise ValueError(f"layers must name each of the {act_levels.shape[-1]} cells, got {len(layers)} names")
-    out = np.full(np.atleast_2d(act_levels).shape, np.nan)
+    return z_scores(act_levels, layers, scope) - z_scores(grad_levels, layers, scope)
+
+
+def z_scores(cell_levels: Floats, layers: Sequence[Any], scope: Scope = "layer") -> Floats:
+    """Levels [cells] or [steps, cells] as z-scores within their layer, or within the whole model."""
+    if len(layers) != cell_levels.shape[-1]:
+        raise ValueError(f"layers must name each of the {cell_levels.shape[-1]} cells, got {len(layers)} names")
+    rows = np.atleast_2d(cell_levels)
+    out = np.full(rows.shape, np.nan)
     for cells in _groups(layers, scope):
-        out[:, cells] = _z(np.atleast_2d(act_levels)[:, cells]) - _z(np.atleast_2d(grad_levels)[:, cells])
-    return out.reshape(act_levels.shape)
+        out[:, cells] = _z(rows[:, cells])
+    return out.reshape(cell_levels.shape)
 
 
 def _z(piece: Floats) -> Floats:

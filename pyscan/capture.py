@@ -8,16 +8,18 @@ several weights meet the same tensor. The plain case takes a quick way through c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyscan import _C
-from pyscan.accumulate import to_local
 from pyscan.engine import DTYPES
 from pyscan.engines import Buffer
+from pyscan.placement import Placements
+from pyscan.shards import fitted, to_local
+from pyscan.sites import Site
 
 _clock = time.perf_counter
 _is_grad_enabled = torch.is_grad_enabled
@@ -40,9 +42,17 @@ _C.use_torch(
 class Capture:
     """Decides about each input of one scanner's sites."""
 
-    def __init__(self, buffer: Buffer, num_sites: int, on_error: Callable[[Exception], None]) -> None:
-        self.state = _C.CaptureState(num_sites)  # `active`: this step is scanned; `seconds` spent since the last row
+    def __init__(
+        self,
+        buffer: Buffer,
+        sites: Sequence[Site],
+        on_error: Callable[[Exception], None],
+        placements: Placements | None = None,
+    ) -> None:
+        self.state = _C.CaptureState(len(sites))  # `active`: this step is scanned; `seconds` spent since the last row
         self._buffer = buffer
+        self._sites = sites
+        self._placements = placements
         self._on_error = on_error
         self._direct = self.state.direct  # sites that were ever recorded outside a backward
         self._mask: Tensor | None = None
@@ -55,7 +65,25 @@ class Capture:
 
     def observer(self, site: int) -> Callable[[Any], None]:
         """What to call with every tensor that is about to meet the weight of `site`; it never raises."""
+        if self._is_cut(site):
+            return self._careful_observer(site)
         return self._buffer.observer(self.state, site, lambda x: self._careful(site, x))
+
+    def _is_cut(self, site: int) -> bool:
+        """Whether a rank computes with a part of the weight, so that an input must be looked at before it is read."""
+        return self._sites[site].held.inputs.length != self._sites[site].shape[1]
+
+    def _careful_observer(self, site: int) -> Callable[[Any], None]:
+        def see(x: Any) -> None:
+            if not self.state.active:
+                return
+            self.state.meet(site, 1)
+            if _is_grad_enabled():
+                start = _clock()
+                self._careful(site, x)
+                self.state.seconds += _clock() - start
+
+        return see
 
     def compiled_observer(self, site: int) -> Callable[[Tensor], None]:
         """The same inside a compiled region, where gradients are off although it was traced with them on."""
@@ -73,12 +101,21 @@ class Capture:
     def _careful(self, site: int, x: Any, *, at_once: bool = False) -> None:
         """An input that is not plain, of a grad-enabled forward."""
         try:
-            plain = None if self.is_recompute(site) else to_plain(x)
+            plain = None if self.is_recompute(site) else self._here(site, x)
             if plain is not None:
                 self.forget()
                 self._buffer.add_input(site, self._masked(plain), at_once=at_once)
         except Exception as error:
             self._on_error(error)
+
+    def _here(self, site: int, x: Any) -> Tensor | None:
+        """What this rank has to read of x."""
+        plain = to_plain(x)
+        if plain is None or self._placements is None:
+            return plain
+        where = self._sites[site]
+        self._placements.learn(where, x)
+        return fitted(x, plain, where.held.inputs, where.shape[1])
 
     def rows(self, site: int, x: Tensor, ends: Tensor | None) -> None:
         """Rows of `x` met `site`, or with `ends` range e of them met site + e."""

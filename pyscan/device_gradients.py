@@ -124,6 +124,17 @@ class DeviceGradientWatch:
         self._read(late)
         return late
 
+    def read_all(self) -> None:
+        """Read every gradient there is, in the place of what was read: something has changed them all."""
+        there = [i for i, weight in enumerate(self._weights) if weight.described.parameter.grad is not None]
+        for index in there:
+            weight = self._weights[index]
+            weight.num_backwards += 1
+            if weight.num_backwards == 1:
+                self.order.append(index)
+            weight.read = UNREAD
+        self._timed(lambda: self._read(there))
+
     def next_step(self) -> None:
         """The row is closed: what was counted is what to expect."""
         self.order = []

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pyscan.closing import Seen
 from pyscan.gradients import make_nothing, nothing
 from pyscan.graph import Graph, Target
+from pyscan.shards import is_unreduced, to_local
 
 
 class ForwardWatch:
@@ -55,7 +56,9 @@ class ForwardWatch:
     def note(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """What the loop says of a micro-batch; it goes before what the model says."""
         if loss is not None:
-            self._noted.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64))
+            self._noted.append(
+                to_local(loss.detach()) if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+            )
         if tokens is not None:
             self._noted_tokens = (self._noted_tokens or 0) + tokens
 
@@ -91,8 +94,8 @@ class ForwardWatch:
         if not self.active or not torch.is_grad_enabled():
             return
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss):
-            self._losses.append(loss.detach())
+        if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss) and not is_unreduced(loss):
+            self._losses.append(to_local(loss.detach()))
             if self.targets is None:
                 self.targets = []
                 with contextlib.suppress(RuntimeError):  # what is saved may be offloaded, or not be kept at all

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyscan.accumulate import to_local
 from pyscan.engine import reduce
+from pyscan.shards import to_local
 
 # Above, a sum in float32 is off by more than 1e-5; below, one call for all is worth more than a better sum.
 _MANY = 1 << 20

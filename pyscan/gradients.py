@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pyscan.accumulate import to_local
 from pyscan.engine import DTYPES
 from pyscan.engines import Buffer
+from pyscan.shards import is_sharded, is_unreduced, part_like, to_local
 from pyscan.sites import Site
 
 # A gradient up to this is still in a cache at the end of the backward, and costs more to call for than to read.
@@ -36,7 +36,8 @@ class Weight:
     @property
     def is_simple(self) -> bool:
         """One site that is the whole parameter: a contiguous gradient needs nothing but an address."""
-        return len(self.members) == 1 and self.parameter.ndim == 2 and self.parameter.dtype in DTYPES
+        is_one = len(self.members) == 1 and self.parameter.ndim == 2
+        return is_one and self.parameter.dtype in DTYPES and not is_sharded(self.parameter)
 
 
 class GradientReader:
@@ -53,9 +54,12 @@ class GradientReader:
         early: bool,
         on_backward: Callable[[], None],
         on_error: Callable[[Exception], None],
+        on_unreduced: Callable[[Site], None] = lambda site: None,
     ) -> None:
         self._buffer = buffer
+        self._on_unreduced = on_unreduced
         self._early = early
+        self._in_pipeline = False
         self._on_backward = on_backward
         self._on_error = on_error
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
@@ -92,15 +96,24 @@ class GradientReader:
         return weight.parameter, slots, rows, cols, self._early and weight.parameter.nbytes > SMALL_BYTES
 
     def _begins(self, task: int) -> None:
-        Variable._execution_engine.queue_callback(lambda: self._ends(task))
+        if task != -1:  # a pipeline has its last gradients reduced after the backward
+            _queue(lambda: self._ends(task))
 
     def _ends(self, task: int) -> None:
         self._on_backward()
+        if self._in_pipeline:
+            return
         if self._early:
             self.state.settle(task)
         else:
-            # Data parallelism finishes its gradients in a callback of its own: one queued from here runs after it.
-            Variable._execution_engine.queue_callback(lambda: self.state.settle(task))
+            # Data parallelism finishes its gradients in a callback of its own, which with a static graph comes from
+            # another one: what is queued twice from here runs after both.
+            _queue(lambda: _queue(lambda: self.state.settle(task)))
+
+    def read_again(self) -> None:
+        """A pipeline has changed the gradients after its last backward: from now on they are read after that."""
+        self._in_pipeline = True
+        self.state.read_all()
 
     def _careful(self, index: int, grad: Tensor, address: int, version: int) -> tuple[int, int]:
         """Read a gradient that is not plain, unless it is the one with this address and version."""
@@ -110,10 +123,15 @@ class GradientReader:
         return state
 
     def _store(self, weight: Weight, grad: Tensor) -> None:
-        grad = _dense(grad)
-        if self._buffer.reads(grad):
-            for index, site in weight.members:
-                self._buffer.set_grad(index, site.matrix(grad))
+        here = None if is_unreduced(grad) else part_like(grad.detach(), weight.parameter)
+        if here is None:
+            self._on_unreduced(weight.members[0][1])
+            return
+        grad = _dense(here)
+        for index, site in weight.members if self._buffer.reads(grad) else ():
+            matrix = site.matrix(grad)
+            if matrix is not None:
+                self._buffer.set_grad(index, matrix)
 
     def _gone(self, index: int) -> None:
         """The optimizer steps inside the backward and leaves no gradient: from now on see it before that."""
@@ -131,6 +149,10 @@ class GradientReader:
                 self._on_error(error)
 
         self._handles.append(weight.parameter.register_hook(arriving))  # type: ignore[no-untyped-call]
+
+
+def _queue(work: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(work)
 
 
 def _by_parameter(sites: Sequence[Site]) -> list[tuple[nn.Parameter, list[tuple[int, Site]]]]:
@@ -151,11 +173,8 @@ def _state(grad: Tensor) -> tuple[int, int]:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """The values to reduce: of a sparse gradient its rows (each once), of a sharded one what this rank holds."""
-    grad = to_local(grad.detach())
-    if grad.is_sparse:
-        grad = grad.coalesce()._values()
-    return grad
+    """The values to reduce: of a sparse gradient its rows, each once."""
+    return grad.coalesce()._values() if grad.is_sparse else grad
 
 
 def nothing(*args: object) -> None:

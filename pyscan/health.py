@@ -141,20 +141,30 @@ def _pieces(run: Run) -> Iterator[tuple[int, Floats]]:
 def _sums(run: Run, channel: str, rows: slice) -> tuple[Floats, Floats]:
     """Sums of squares [rows, blocks], negative where absent; and whether a site has a NaN [rows, sites]."""
     num_rows = rows.stop - rows.start
-    sums = [np.full((num_rows, site.num_blocks), -1.0) for site in run.sites]
-    is_bad = np.zeros((num_rows, len(run.sites)))
-    for i, site in enumerate(run.sites) if _has_channel(run, channel) else ():
-        norms = run.get(channel, site.name, blocks=True, steps=rows)
-        absent = is_absent(norms)
-        sums[i] = np.where(absent, -1.0, np.square(norms.astype(np.float64)))
-        is_bad[:, i] = np.where(absent.all(axis=1), -1.0, (np.isnan(norms) & ~absent).any(axis=1))
-    return np.concatenate(sums, axis=1), is_bad
+    if not _has_channel(run, channel):
+        return np.full((num_rows, sum(site.num_blocks for site in run.sites)), -1.0), np.zeros(
+            (num_rows, len(run.sites))
+        )
+    norms = run.cells(channel, steps=rows)
+    absent = is_absent(norms)
+    widths = [run._num_cells(run.channel(channel), site) for site in run.sites]
+    num_absent, num_bad = (_per_site(mask, widths) for mask in (absent, np.isnan(norms) & ~absent))
+    is_bad = np.where(num_absent == widths, -1.0, num_bad > 0)
+    return np.where(absent, -1.0, np.square(norms.astype(np.float64))), is_bad
+
+
+def _per_site(mask: NDArray[np.bool_], widths: list[int]) -> Floats:
+    """How many blocks of each site are marked, [rows, sites]; a site may have none."""
+    running = np.zeros((len(mask), mask.shape[1] + 1))
+    np.cumsum(mask, axis=1, out=running[:, 1:])
+    ends = np.cumsum(widths, dtype=np.int64)
+    return np.asarray(running[:, ends] - running[:, ends - widths])
 
 
 def _values(run: Run, channel: str, rows: slice, blocks: list[tuple[Floats, Floats]]) -> Floats:
     """A channel of one cell per site. A file without counts of bad values still has NaN in the blocks."""
     if _has_channel(run, channel):
-        found = np.stack([run.get(channel, site.name, steps=rows) for site in run.sites], axis=1)
+        found = run.cells(channel, steps=rows)
         return np.where(is_absent(found), -1.0, found.astype(np.float64))
     shape = rows.stop - rows.start, len(run.sites)
     return blocks[channel == "grad_bad"][1] if channel.endswith("_bad") else np.full(shape, -1.0)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pyscan.graph import Graph, Target
 from pyscan.parallel import without_sync
 from pyscan.preserve import Batch, find_loss, run, running, untouched
+from pyscan.shards import to_local
 from pyscan.sites import Site, find_sites
 
 MAX_RATIO = 20.0  # of a gain to the median gain of the model
@@ -102,10 +103,12 @@ def weight_gains(sites: list[Site]) -> dict[str, float]:
     for site in sites:
         if site.parameter is None or site.originals or not _is_matrix(site):
             continue
-        matrix = site.matrix(site.parameter.detach())
-        if not matrix.is_meta and matrix.numel() and matrix.is_floating_point():
+        matrix = site.matrix(to_local(site.parameter.detach()))
+        if matrix is not None and not matrix.is_meta and matrix.numel() and matrix.is_floating_point():
             wide = torch.promote_types(matrix.dtype, torch.float32)
-            found[site.name] = float(torch.linalg.vector_norm(matrix, dtype=wide)) / math.sqrt(site.shape[0])
+            # Of a weight in parts this rank knows its own; they are alike.
+            share = math.prod(site.shape) / matrix.numel()
+            found[site.name] = float(torch.linalg.vector_norm(matrix, dtype=wide)) * math.sqrt(share / site.shape[0])
     return found
 
 

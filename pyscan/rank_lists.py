@@ -22,27 +22,21 @@ from pyscan.schema import Channel, SiteInfo
 class ListedRun(RankedRun):
     """A run over many files, each of which has some of the rows."""
 
-    def _order(self) -> tuple[Array, Array]:
+    def _arrange(self) -> None:
         """For every row the rank that has it and its place there; of a sequence written twice the last one."""
         found: dict[int, tuple[int, int]] = {}
-        for rank, run in self.ranks.items():
-            found |= {step: (rank, place) for place, step in enumerate(run.steps["step"].tolist())}
+        for rank, fact in self.ranks.facts.items():
+            found |= {step: (rank, place) for place, step in enumerate(fact.steps.tolist())}
         pairs = np.array([found[step] for step in sorted(found)], np.int64).reshape(-1, 2)
-        return pairs[:, 0], pairs[:, 1]
+        self._row_ranks, places = pairs[:, 0], pairs[:, 1]
+        self._places = {rank: places[self._row_ranks == rank] for rank in self.ranks}
+        self._worlds = np.full(len(pairs), self.world)
+        self._steps = None
 
-    def _common(self) -> dict[int, Array]:
-        """Per rank its places among its own rows, in the order of the list."""
-        if self._places is None:
-            self._row_ranks, places = self._order()
-            self._places = {rank: places[self._row_ranks == rank] for rank in self.ranks}
-        return self._places
-
-    @property
-    def steps(self) -> Array:
-        places = self._common()
-        steps = np.empty(len(self._row_ranks), self._reference.steps.dtype)
-        for rank, run in self.ranks.items():
-            steps[self._row_ranks == rank] = run.steps[places[rank]]
+    def _joined_steps(self) -> Array:
+        steps = np.empty(len(self._row_ranks), self.ranks[self._lead.rank].steps.dtype)
+        for rank, places in self._places.items():
+            steps[self._row_ranks == rank] = self.ranks[rank].steps[places]
         return steps
 
     def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
@@ -61,24 +55,24 @@ class ListedRun(RankedRun):
         self, channel: Channel, site: SiteInfo, start: int, stop: int, *, codes: bool
     ) -> Iterator[tuple[Array, Array]]:
         """Per rank the rows of [start, stop) it has, counted from start, and their cells."""
-        places = self._common()
-        for rank, part in self._parts[site.name].items():
-            run = self.ranks[rank]
+        for rank, places in self._places.items():
             rows = np.flatnonzero(self._row_ranks == rank)
             inside = (rows >= start) & (rows < stop)
-            if not inside.any() or channel.name not in {c.name for c in run.channels}:
+            run = self.ranks[rank]
+            parts = {part.name: part for part in run.sites}
+            if not inside.any() or site.name not in parts or channel.name not in {c.name for c in run.channels}:
                 continue
-            wanted = places[rank][inside]
+            wanted = places[inside]
             low, high = int(wanted.min()), int(wanted.max()) + 1
             read = run._codes if codes else run._cells
-            yield rows[inside] - start, read(run.channel(channel.name), part, low, high)[wanted - low]
+            yield rows[inside] - start, read(run.channel(channel.name), parts[site.name], low, high)[wanted - low]
 
     def _rank_events(self) -> Iterator[Event]:
         """A rank that has fewer rows is nothing to tell: the last sequences belong to somebody."""
         return (event for event in super()._rank_events() if event["kind"] == "rank_missing")
 
-    def _compare_replicas(self) -> None:
-        """There are none."""
+    def _compare(self) -> None:
+        """No two ranks have the same row."""
 
     def tokens(self, step: int) -> dict[str, Any]:
         """The tokens of one sequence, from the rank that has it."""

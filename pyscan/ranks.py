@@ -1,286 +1,315 @@
 """The files of all ranks of a run as one Run, merged when they are read.
 
-It receives one FileRun per rank and hands on the steps that all of them have. A cell is merged in float64 from the
-decoded values of the ranks that hold a part of it; where such a rank is missing, the cell is absent. Replicas must
-agree: where they do not, there is an event.
+It receives the name the files share and hands on the steps that all ranks have. A cell is merged in float64 from the
+decoded values of the ranks that hold a part of it; where such a rank is missing, the cell is absent. Copies must agree:
+where they do not, and where one rank goes another way than the others, there is an event.
 """
 
 from __future__ import annotations
 
-import glob
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pyscan import codecs
+from pyscan.between import Between
 from pyscan.codecs import Array, Floats
-from pyscan.errors import ScanError, ScanFormatError
+from pyscan.errors import ScanFormatError
+from pyscan.format import ROW_HAS_LOSS, ROW_HAS_TOKENS
 from pyscan.payloads import Event
+from pyscan.rank_files import OPEN_FILES, RankFacts, RankFiles, find_ranks, rank_path
+from pyscan.rank_merge import ABSENT_PLACE, Merger, first_cell
 from pyscan.run import Run
-from pyscan.schema import Channel, Merge, Mesh, Schema, SiteInfo
-from pyscan.source import PathSource
-from pyscan.version2 import FileRun
+from pyscan.schema import Channel, Schema, SiteInfo
 
-# Replicas may differ by the rounding of one code, 0.27 %; more is a difference.
-_SAME = 0.003
-_RANK = re.compile(r"\.rank(\d{5,})\.mscan$")
+__all__ = ["RankedRun", "find_ranks", "open_ranks", "rank_path"]
 
-
-def rank_path(path: str, rank: int) -> str:
-    return f"{_stem(path)}.rank{rank:05d}.mscan"
-
-
-def find_ranks(path: str) -> dict[int, str]:
-    """The files of the ranks of a run, by rank."""
-    found = ((_RANK.search(name), name) for name in glob.glob(f"{glob.escape(_stem(path))}.rank*.mscan"))
-    return {int(match[1]): name for match, name in sorted(found, key=lambda pair: pair[1]) if match}
-
-
-def _stem(path: str) -> str:
-    return path.removesuffix(".mscan")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank's part of a site in a channel; its first cell is cell `first` of the whole."""
-
-    rank: int
-    site: SiteInfo
-    first: int
+# Cells that are merged at once when sites are read one after the other, or there are more ranks than open files.
+_AHEAD_CELLS = 1 << 22
 
 
 class RankedRun(Run):
-    """A run over many files. Step, loss and the like are those of the lowest rank; flags are joined."""
+    """A run over many files. Steps are those of the lowest rank; flags are joined, losses averaged, tokens added."""
 
     version = 2
 
-    def __init__(self, path: str, runs: dict[int, FileRun], unreadable: dict[int, str]) -> None:
+    def __init__(self, path: str, ranks: RankFiles) -> None:
         self.path = path
-        self.ranks = runs
-        self._unreadable = unreadable
-        self._reference = runs[min(runs)]
+        self.ranks = ranks
+        self._differ: dict[tuple[str, str], Event] = {}
+        self._between = Between()
+        self._compared = 0
         self._describe()
 
     def _describe(self) -> None:
-        lead = self._reference
+        """What follows from the facts of all ranks."""
+        self._lead: RankFacts = next(iter(self.ranks.facts.values()))
+        lead = self.ranks[self._lead.rank]
+        self._lead_schema = lead.schema
         self.model, self.block, self.every = lead.model, lead.block, lead.every
         self.metadata, self.versions, self.rank, self.row_kind = lead.metadata, lead.versions, 0, lead.row_kind
-        self.world = max(run.world for run in self.ranks.values())
-        self.missing_ranks = tuple(rank for rank in range(self.world) if rank not in self.ranks)
-        self.channels = list({c.name: c for run in self.ranks.values() for c in run.channels}.values())
-        self._parts: dict[str, dict[int, SiteInfo]] = {}
-        for rank, run in self.ranks.items():
-            for site in run.sites:
-                self._parts.setdefault(site.name, {})[rank] = site
-        self.sites = [self._whole(parts) for parts in self._parts.values()]
-        self._places: dict[int, Array] | None = None
-        self._differ: dict[tuple[str, str], Event] = {}
-        self._compared = 0
+        facts = self.ranks.facts.values()
+        self.world = max(fact.last.world for fact in facts if fact.rank < self._lead.last.world)
+        worlds = {stretch.world for stretch in self._lead.stretches} | {self.world}
+        self.missing_ranks = tuple(rank for rank in range(max(worlds)) if rank not in self.ranks.facts)
+        layouts = list({id(s.layout): s.layout for fact in facts for s in fact.stretches}.values())
+        self.channels = list({c.name: c for layout in layouts for c in layout.schema.channels}.values())
+        self.sites = self._whole_sites([site for layout in layouts for site in layout.schema.sites])
+        self._ahead: tuple[Any, Floats] | None = None
+        self._last_read: Any = None
+        self._arrange()
 
-    def _whole(self, parts: dict[int, SiteInfo]) -> SiteInfo:
-        """The site as it would stand in the file of a single rank."""
-        one = next(iter(parts.values()))
-        blocks = max(self._first(part, "block") + part.num_blocks for part in parts.values())
-        row_blocks = max(self._first(part, "row_block") + part.num_row_blocks for part in parts.values())
-        return replace(one, num_blocks=blocks, num_row_blocks=row_blocks, offset=(0, 0), merge={})
+    def _whole_sites(self, parts: list[SiteInfo]) -> list[SiteInfo]:
+        """The sites as they would stand in the file of a single rank."""
+        found: dict[str, SiteInfo] = {}
+        for part in parts:
+            known = found.get(part.name, part)
+            blocks, rows = (
+                max(known.num_cells(per), first_cell(part, per, self.block) + part.num_cells(per))
+                for per in ("block", "row_block")
+            )
+            found[part.name] = replace(known, num_blocks=blocks, num_row_blocks=rows, offset=(0, 0), merge={})
+        return list(found.values())
 
-    def _first(self, part: SiteInfo, per: str) -> int:
-        if per == "site" or not self.block or part.num_cells(per) == 0:
-            return 0
-        return part.offset[1 if per == "block" else 0] // self.block
+    def _arrange(self) -> None:
+        """Find the steps that all ranks of their world have, and the place of each in every file."""
+        lead = _last_places(self._lead.steps)
+        worlds = _worlds(self._lead)
+        world_of = {step: int(worlds[place]) for step, place in lead.items()}
+        known: dict[Any, dict[int, int]] = {}
+        places: dict[int, dict[int, int]] = {}
+        for rank, fact in self.ranks.facts.items():
+            same = id(fact.steps), tuple((s.start, s.stop, s.world) for s in fact.stretches)
+            if same not in known:
+                own = _worlds(fact)
+                in_files = _last_places(fact.steps).items()
+                known[same] = {step: place for step, place in in_files if own[place] == world_of.get(step)}
+            places[rank] = known[same]
+        # Ranks with the same rows are looked at once; the lowest of them is in the most worlds.
+        first = {id(steps): rank for rank, steps in reversed(places.items())}.values()
+        common = [step for step in lead if all(step in places[rank] for rank in first if rank < world_of[step])]
+        self._places = _aligned(places, common, world_of)
+        worlds_now = np.array([world_of[step] for step in common], np.int64)
+        missing = {rank: worlds_now > rank for rank in self.missing_ranks}
+        self._merger = Merger(self.ranks, self._places, self.block, missing)
+        self._worlds = worlds_now
+        self._steps: Array | None = None
 
     @property
     def _num_bytes(self) -> int:
-        return sum(run._num_bytes for run in self.ranks.values())
+        return sum(fact.num_bytes for fact in self.ranks.facts.values())
 
     @property
     def schema(self) -> Schema:
         """What a file of a single rank would say."""
-        lead = self._reference.schema
+        lead = self._lead_schema
         return replace(lead, sites=tuple(self.sites), channels=tuple(self.channels), rank=0, world=1, mesh=None)
-
-    def _common(self) -> dict[int, Array]:
-        """Per rank the places of the rows whose step all ranks have; of a step written twice the later row."""
-        if self._places is None:
-            last = {rank: _last_places(run.steps["step"]) for rank, run in self.ranks.items()}
-            common = set.intersection(*(set(places) for places in last.values()))
-            order = [step for step in dict.fromkeys(self._reference.steps["step"].tolist()) if step in common]
-            self._places = {rank: np.array([places[s] for s in order], np.int64) for rank, places in last.items()}
-        return self._places
 
     @property
     def steps(self) -> Array:
-        places = self._common()
-        steps = self._reference.steps[places[min(self.ranks)]]
-        for rank, run in self.ranks.items():
-            steps["flags"] |= run.steps["flags"][places[rank]]
+        if self._steps is None:
+            self._steps = self._joined_steps()
+        return self._steps
+
+    def _joined_steps(self) -> Array:
+        """The rows of the lowest rank with the flags of all, the mean of their losses and the sum of their tokens."""
+        steps = self.ranks[self._lead.rank].steps[self._places[self._lead.rank]]
+        losses, tokens, count = np.zeros(len(steps)), np.zeros(len(steps), np.uint64), np.zeros(len(steps))
+        done: dict[tuple[int, ...], tuple[Array, Array]] = {}  # rows of each part of the batch whose figures are known
+        for rank, places in self._places.items():
+            fact = self.ranks.facts[rank]
+            here = places != ABSENT_PLACE
+            if not here.any():
+                continue
+            figures = fact.figures[places]
+            steps["flags"][here] |= figures["flags"][here]
+            has_loss, has_tokens = done.setdefault(
+                _batch_part(fact), (np.zeros(len(here), bool), np.zeros(len(here), bool))
+            )
+            new_loss = here & ~has_loss & (figures["flags"] & ROW_HAS_LOSS != 0)
+            new_tokens = here & ~has_tokens & (figures["flags"] & ROW_HAS_TOKENS != 0)
+            losses[new_loss] += figures["loss"][new_loss]
+            count[new_loss] += 1
+            tokens[new_tokens] += figures["tokens"][new_tokens]
+            has_loss |= new_loss
+            has_tokens |= new_tokens
+        with np.errstate(invalid="ignore"):
+            steps["loss"] = losses / count
+        steps["tokens"] = tokens
         return steps
 
     @property
     def events(self) -> list[Event]:
-        """Events about the ranks, then those of all ranks by step, with their `rank`. Replicas are compared here."""
+        """Events about the ranks, then those of all ranks by step, with their `rank`. Ranks are compared here."""
+        self._compare()
+        return [*self._rank_events(), *self._differ.values(), *self._between.events, *self._written()]
+
+    @property
+    def recorded_events(self) -> list[Event]:
+        """The events that need no values: which ranks are missing, and what was written."""
+        return [*self._rank_events(), *self._written()]
+
+    def _written(self) -> list[Event]:
         written = [{**event, "rank": rank} for rank, run in self.ranks.items() for event in run.events]
-        self._compare_replicas()
-        about = [*self._rank_events(), *self._differ.values()]
-        return about + sorted(written, key=lambda event: int(event["step"]))
+        return sorted(written, key=lambda event: int(event["step"]))
 
     def _rank_events(self) -> Iterator[Event]:
         for rank in self.missing_ranks:
-            reason = self._unreadable.get(rank, "no file")
-            yield {"kind": "rank_missing", "step": 0, "site": None, "rank": rank, "reason": reason}
-        ends = {rank: int(run.steps["step"][-1]) if len(run.steps) else 0 for rank, run in self.ranks.items()}
+            reason = self.ranks.unreadable.get(rank, "no file")
+            text = f"rank {rank} of {self.world} is missing ({reason}): cells it has a part in are absent"
+            yield {"kind": "rank_missing", "step": 0, "site": None, "rank": rank, "reason": reason, "text": text}
+        facts = [fact for rank, fact in self.ranks.facts.items() if rank < self._lead.last.world]
+        ends = {fact.rank: int(fact.steps[-1]) if len(fact.steps) else 0 for fact in facts}
         for rank, end in ends.items():
             if end < max(ends.values()):
                 yield {"kind": "rank_shorter", "step": end, "site": None, "rank": rank, "longest": max(ends.values())}
+        begins = {fact.rank: int(fact.steps[0]) for fact in facts if len(fact.steps) and len(fact.stretches) == 1}
+        for rank, begin in begins.items():
+            if begin > min(begins.values()) and len(self._lead.stretches) == 1:
+                yield {"kind": "rank_late", "step": begin, "site": None, "rank": rank, "first": min(begins.values())}
+        yield from self._world_events()
+
+    def _world_events(self) -> Iterator[Event]:
+        for place in np.flatnonzero(np.diff(self._worlds)):
+            before, now = (int(world) for world in self._worlds[place : place + 2])
+            step = int(self.steps["step"][place + 1])
+            text = f"the run goes on with {now} ranks, before there were {before}"
+            yield {"kind": "world_changed", "step": step, "site": None, "world": now, "before": before, "text": text}
 
     @property
     def damage(self) -> list[tuple[int, str]]:
-        found = [(0, f"rank {rank}: {self._unreadable.get(rank, 'no file')}") for rank in self.missing_ranks]
+        found = [(0, f"rank {rank}: {self.ranks.unreadable.get(rank, 'no file')}") for rank in self.missing_ranks]
         return found + [
             (offset, f"rank {rank}: {reason}") for rank, run in self.ranks.items() for offset, reason in run.damage
         ]
 
     def _cells(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Floats:
-        groups = self._groups(channel, site)
-        whole = {key: shards for key, shards in groups.items() if not self._missing_from(channel, shards)}
-        if not whole:
-            return np.full((stop - start, site.num_cells(channel.per)), codecs.ABSENT, np.float32)
-        merged = [self._merge(channel, site, shards, start, stop) for shards in whole.values()]
-        for other in merged[1:]:
-            self._note_difference(channel, site, merged[0], other, start)
-        return merged[0]
+        place = self._site_place(site)
+        last, self._last_read = self._last_read, (channel.name, start, stop, place)
+        if self._ahead is not None and self._ahead[0][:3] == (channel.name, start, stop):
+            firsts: dict[int, slice] = self._ahead[0][3]
+            if place in firsts:
+                return self._ahead[1][:, firsts[place]]
+        in_order = last == (channel.name, start, stop, place - 1)
+        count = self._num_ahead(channel, place, stop - start) if in_order or len(self.ranks) > OPEN_FILES else 1
+        sites = self.sites[place : place + count]
+        values = self._merged(channel, sites, start, stop)
+        if count == 1:
+            return values
+        ends = np.cumsum([s.num_cells(channel.per) for s in sites]).tolist()
+        spans = {
+            place + i: slice(end - s.num_cells(channel.per), end)
+            for i, (s, end) in enumerate(zip(sites, ends, strict=True))
+        }
+        self._ahead = (channel.name, start, stop, spans), values
+        return values[:, spans[place]]
+
+    def _num_ahead(self, channel: Channel, place: int, rows: int) -> int:
+        """How many sites from `place` on fit what is read at once."""
+        cells = np.cumsum([site.num_cells(channel.per) * rows for site in self.sites[place:]])
+        return max(int(np.searchsorted(cells, _AHEAD_CELLS, side="right")), 1)
+
+    def _site_place(self, site: SiteInfo) -> int:
+        if self._site_places is None or self._site_places[0] is not self.sites:
+            self._site_places = self.sites, {s.name: place for place, s in enumerate(self.sites)}
+        return self._site_places[1][site.name]
+
+    _site_places: tuple[list[SiteInfo], dict[str, int]] | None = None
+
+    def _merged(self, channel: Channel, sites: list[SiteInfo], start: int, stop: int) -> Floats:
+        values, differences = self._merger.merge(channel, sites, start, stop)
+        ends = np.cumsum([site.num_cells(channel.per) for site in sites])
+        for found in differences:
+            at = int(np.searchsorted(ends, found.cell, side="right"))
+            cell = found.cell - int(ends[at]) + sites[at].num_cells(channel.per)
+            self._note_difference(channel, sites[at], found.row, cell, found.ranks)
+        return values
+
+    def _note_difference(self, channel: Channel, site: SiteInfo, row: int, cell: int, ranks: tuple[int, int]) -> None:
+        step = int(self.steps["step"][row])
+        known = self._differ.get((site.name, channel.name))
+        if known is not None and known["step"] <= step:
+            return
+        where = {"site": site.name, "channel": channel.name, "cell": cell, "ranks": list(ranks)}
+        text = f"ranks {ranks[0]} and {ranks[1]} should hold the same {channel.name} of {site.name} and do not"
+        self._differ[site.name, channel.name] = {"kind": "replicas_differ", "step": step, **where, "text": text}
 
     def _codes(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Array:
         return codecs.encode(self._cells(channel, site, start, stop), channel.codec)
 
-    def _groups(self, channel: Channel, site: SiteInfo) -> dict[tuple[int, ...], list[Shard]]:
-        """The shards to combine, by their coordinates in the other mesh dimensions: groups are replicas."""
-        groups: dict[tuple[int, ...], list[Shard]] = {}
-        for rank, part in self._parts[site.name].items():
-            key = self._key(rank, self._rule(channel, part))
-            groups.setdefault(key, []).append(Shard(rank, part, self._first(part, channel.per)))
-        return dict(sorted(groups.items()))
-
-    def _rule(self, channel: Channel, part: SiteInfo) -> Merge | None:
-        return part.merge.get(channel.name)
-
-    def _key(self, rank: int, rule: Merge | None) -> tuple[int, ...]:
-        mesh = self._mesh(rank)
-        if rule is None or mesh is None:
-            return ()
-        return tuple(c for dim, c in zip(mesh.dims, mesh.coords, strict=True) if dim not in rule.over)
-
-    def _mesh(self, rank: int) -> Mesh | None:
-        """Where a rank stands in the mesh; for one without a file, by its number, row-major."""
-        if rank in self.ranks:
-            return self.ranks[rank].schema.mesh
-        mesh = self._reference.schema.mesh
-        if mesh is None or rank >= np.prod(mesh.shape, dtype=float):
-            return None
-        return replace(mesh, coords=tuple(int(c) for c in np.unravel_index(rank, mesh.shape)))
-
-    def _missing_from(self, channel: Channel, shards: list[Shard]) -> bool:
-        """Whether a rank without a file holds, or may hold, a part of what these shards are combined to."""
-        rule = self._rule(channel, shards[0].site)
-        key = self._key(shards[0].rank, rule)
-        return any(self._key(rank, rule) == key for rank in self.missing_ranks)
-
-    def _merge(self, channel: Channel, site: SiteInfo, shards: list[Shard], start: int, stop: int) -> Floats:
-        places = self._common()
-        out = np.full((len(shards), stop - start, site.num_cells(channel.per)), codecs.ABSENT, np.float32)
-        for layer, shard in zip(out, shards, strict=True):
-            values = self._of_rank(channel, shard, places[shard.rank][start:stop])
-            layer[:, shard.first : shard.first + values.shape[1]] = values[:, : layer.shape[1] - shard.first]
-        return codecs.combine(out, channel.op, axis=0)
-
-    def _of_rank(self, channel: Channel, shard: Shard, places: Array) -> Floats:
-        run = self.ranks[shard.rank]
-        if not len(places) or channel.name not in {c.name for c in run.channels}:
-            return np.full((len(places), 0), codecs.ABSENT, np.float32)
-        low, high = int(places.min()), int(places.max()) + 1
-        values: Floats = run._cells(run.channel(channel.name), shard.site, low, high)[places - low]
-        return values
-
-    def _note_difference(self, channel: Channel, site: SiteInfo, one: Floats, other: Floats, start: int) -> None:
-        with np.errstate(invalid="ignore"):
-            near = np.abs(one - other) <= _SAME * np.maximum(np.abs(one), np.abs(other))
-        both_nan = np.isnan(one) & np.isnan(other) & (codecs.is_absent(one) == codecs.is_absent(other))
-        same = near | (one == other) | both_nan
-        if same.all():
-            return
-        row, cell = (int(i) for i in np.argwhere(~same)[0])
-        step = int(self.steps["step"][start + row])
-        where = {"site": site.name, "channel": channel.name, "cell": cell}
-        event: Event = {"kind": "replicas_differ", "step": step, **where}
-        known = self._differ.get((site.name, channel.name))
-        if known is None or step < known["step"]:
-            self._differ[site.name, channel.name] = event
-
-    def _compare_replicas(self) -> None:
-        """Read what is replicated in the rows not compared yet."""
-        start, stop = self._compared, len(self.steps)
-        for site in self.sites if stop > start else ():
+    def _compare(self) -> None:
+        """Compare the ranks in the rows not compared yet, in windows that fit memory."""
+        start, total = self._compared, len(self.steps)
+        cells = sum(site.num_blocks + site.num_row_blocks + 1 for site in self.sites)
+        size = max(_AHEAD_CELLS // max(cells, len(self.sites) * len(self.ranks), 1), 16)
+        for at in range(start, total, size):
+            stop = min(at + size, total)
             for channel in self.channels:
-                if len(self._groups(channel, site)) > 1:
-                    self.get(channel.name, site.name, steps=slice(start, stop))
-        self._compared = stop
+                self._refuse_monster(stop - at, sum(site.num_cells(channel.per) for site in self.sites))
+                self._merged(channel, self.sites, at, stop)
+            self._between.see(self._merger, self.channels, self.sites, self.steps["step"][at:stop], at)
+        self._compared = total
 
     def tokens(self, step: int) -> dict[str, Any]:
         """The tokens of the lowest rank; each rank has tokens of its own: `run.ranks[r].tokens(step)`."""
-        return self._reference.tokens(step)
+        return self.ranks[self._lead.rank].tokens(step)
 
     def refresh(self) -> int:
         before = self.steps["step"]
-        for rank, name in find_ranks(self.path).items():
-            if rank not in self.ranks:
-                _try_open(name, rank, self.ranks, self._unreadable)
-        for run in self.ranks.values():
-            run.refresh()
-        compared, differ = self._compared, self._differ
-        self._reference = self.ranks[min(self.ranks)]
+        if not self.ranks.refresh():
+            return 0
         self._describe()
         now = self.steps["step"]
         count = min(len(before), len(now))
         same = int(np.argmin(np.append(before[:count] == now[:count], False)))
-        self._compared, self._differ = min(compared, same), differ
+        if same < self._compared:  # rows were voided: what was said of them is void as well
+            self._compared, self._differ, self._between = 0, {}, Between()
         return len(now) - same
 
     def close(self) -> None:
-        for run in self.ranks.values():
-            run.close()
+        self.ranks.close()
 
 
 def open_ranks(path: str) -> RankedRun:
-    runs: dict[int, FileRun] = {}
-    unreadable: dict[int, str] = {}
-    for rank, name in find_ranks(path).items():
-        _try_open(name, rank, runs, unreadable)
-    if not runs:
-        raise ScanFormatError(f"no rank of {path} can be read: {unreadable}")
-    if runs[min(runs)].row_kind == "sequence":
+    files = RankFiles(path)
+    if not files:
+        raise ScanFormatError(f"no rank of {path} can be read: {files.unreadable}")
+    if files[next(iter(files))].row_kind == "sequence":
         from pyscan.rank_lists import ListedRun
 
-        return ListedRun(path, runs, unreadable)
-    return RankedRun(path, runs, unreadable)
+        return ListedRun(path, files)
+    return RankedRun(path, files)
 
 
 def _last_places(steps: Array) -> dict[int, int]:
+    """The place of every step; of a step written twice the later one."""
     return {step: place for place, step in enumerate(steps.tolist())}
 
 
-def _try_open(name: str, rank: int, runs: dict[int, FileRun], unreadable: dict[int, str]) -> None:
-    """Open the file of one rank, or note why it cannot be."""
-    try:
-        run = FileRun(PathSource(name))
-    except (ScanError, OSError) as error:
-        unreadable[rank] = str(error)
-        return
-    if run.rank != rank:
-        unreadable[rank] = f"the file says it is of rank {run.rank}"
-        run.close()
-        return
-    runs[rank] = run
-    unreadable.pop(rank, None)
+def _worlds(fact: RankFacts) -> Array:
+    """The number of ranks at every row."""
+    worlds = np.zeros(len(fact.steps), np.int64)
+    for stretch in fact.stretches:
+        worlds[stretch.start : stretch.stop] = stretch.world
+    return worlds
+
+
+def _aligned(places: dict[int, dict[int, int]], common: list[int], world_of: dict[int, int]) -> dict[int, Array]:
+    """Per rank the place of every common step; ranks with the same rows share one array."""
+    worlds = np.array([world_of[step] for step in common], np.int64)
+    known: dict[int, Array] = {}
+    aligned = {}
+    for rank, found in places.items():
+        if id(found) not in known:
+            known[id(found)] = np.array([found.get(step, ABSENT_PLACE) for step in common], np.int64)
+        rows = known[id(found)]
+        aligned[rank] = rows if (worlds > rank).all() else np.where(worlds > rank, rows, ABSENT_PLACE)
+    return aligned
+
+
+def _batch_part(fact: RankFacts) -> tuple[int, ...]:
+    """Which part of the batch a rank sees; ranks whose mesh does not say it see the same."""
+    mesh = fact.last.mesh
+    return () if mesh is None else tuple(c for dim, c in zip(mesh.dims, mesh.coords, strict=True) if dim in mesh.data)

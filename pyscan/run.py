@@ -56,6 +56,11 @@ class Run(ABC):
         """What happened, in the order it was written: dicts with at least `kind`, `step` and `site`."""
 
     @property
+    def recorded_events(self) -> list[Event]:
+        """The events that were written, without those that are found by reading the values."""
+        return self.events
+
+    @property
     @abstractmethod
     def damage(self) -> list[tuple[int, str]]:
         """What was found damaged so far, as (offset, reason). Bytes nobody has read yet are not in it: see `check`.
@@ -141,6 +146,20 @@ class Run(ABC):
         self._refuse_monster(stop - start, self._num_cells(what, site))
         return self._codes(what, site, start, stop)[::stride]
 
+    def cells(self, channel: str, *, steps: slice | None = None) -> Floats:
+        """A channel of all sites side by side, float32 [steps, cells]: site after site, block after block.
+
+        Made to be read in windows: a slice of a long run at a time.
+        """
+        what = self.channel(channel)
+        start, stop, stride = self._rows(steps)
+        self._refuse_monster(stop - start, sum(self._num_cells(what, site) for site in self.sites))
+        return self._all_cells(what, start, stop)[::stride]
+
+    def _all_cells(self, channel: Channel, start: int, stop: int) -> Floats:
+        parts = [self._cells(channel, site, start, stop) for site in self.sites]
+        return np.concatenate(parts or [np.zeros((stop - start, 0), np.float32)], axis=1)
+
     def to_arrow(self, *, stream: bool = False) -> Any:
         """A long table (step, site, channel, block, value) without absent cells; a stream of record batches for runs
         that are larger than memory. Needs pyarrow."""
@@ -188,6 +207,27 @@ class Run(ABC):
         """A few bytes of schema can claim a table that no memory holds; what a real file holds is far below this."""
         if rows * cells > (1 << 22) + 64 * self._num_bytes:
             raise ScanFormatError(f"{rows} rows of {cells} cells cannot come from a file of {self._num_bytes} bytes")
+
+    def plot(self, *names: str, channel: str = "act", blocks: bool = False, points: int = 1000) -> Any:
+        """The history of some sites as a Plotly figure; without names, of the loss and of the sites that moved most."""
+        from pyscan import plots
+
+        return plots.curves(self, names, channel=channel, blocks=blocks, points=points)
+
+    def heatmap(self, step: int | None = None, *, measure: str = "act", colour: str = "log") -> Any:
+        """The whole model at one step (default: the last) as a Plotly figure: a row per layer, modules side by side.
+
+        `measure` is a channel, "sps" or "ratio" (grad / act); `colour` is "log" or "z", within the layer.
+        """
+        from pyscan import plots
+
+        return plots.heatmap(self, step, measure=measure, colour=colour)
+
+    def _repr_html_(self) -> str:
+        from pyscan import notebook
+
+        found: str = notebook.html(self)
+        return found
 
     def __len__(self) -> int:
         return len(self.steps)

@@ -40,10 +40,12 @@ from pyscan.gradients import GradientReader, nothing
 from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import ABSENT_SUM, Row, param_stats
 from pyscan.lookout import Lookout
+from pyscan.pipeline import watch_stages, wrap_stages
+from pyscan.placement import find_placements
 from pyscan.process import is_distributed, own_path, rank_and_world
 from pyscan.schema import Schema, SiteInfo
 from pyscan.silence import Silence
-from pyscan.sites import Inventory, find_sites
+from pyscan.sites import Inventory, Site, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.token_capture import TokenCapture
 from pyscan.token_step import TokenStep, make_step
@@ -126,6 +128,7 @@ class Scanner:
         self._num_dropped_tokens = 0  # steps whose tokens the writer could not take
         self._untold: set[int] = set()  # sites whose missing tokens were told of
         self._budget = Budget(config.every, config.budget)
+        self._placements = find_placements(model)
         self._inventory = self._find()
         self._refuse_second_scan()
         self.schema = self._schema()
@@ -305,6 +308,8 @@ class Scanner:
         if not self._off:
             try:
                 self._lookout.finish()
+                if self._writer is not None:
+                    self._writer.event("closed", self._latest[0].step if self._latest else 0, overhead=self.overhead)
             except Exception as error:
                 self._fail(error)
         self._off = True
@@ -326,9 +331,12 @@ class Scanner:
 
     def _find(self) -> Inventory:
         config = self.config
-        return find_sites(
+        found = find_sites(
             self._model, include=config.include, exclude=config.exclude, block=config.block, rows=config.rows
         )
+        if self._placements is not None:
+            found.sites[:] = map(self._placements.place, found.sites)
+        return found
 
     def _refuse_second_scan(self) -> None:
         if any(hooks.is_watched(site.module) for site in self._inventory.sites):
@@ -340,19 +348,24 @@ class Scanner:
         return Schema(
             model=name or type(_bare(self._model)).__name__,
             channels=channels(self.config.rows),
-            sites=tuple(map(site_info, self._inventory.sites)),
+            sites=tuple(map(self._site_info, self._inventory.sites)),
             block=self.config.block,
             every=self._budget.every,
             rank=rank,
             world=world,
+            mesh=None if self._placements is None else self._placements.mesh,
             versions={"pyscan": pyscan.__version__, "torch": torch.__version__, "python": platform.python_version()},
             metadata=dict(self.config.metadata) if self.config.metadata else None,
         )
 
+    def _site_info(self, site: Site) -> SiteInfo:
+        merge = None if self._placements is None else self._placements.merge(site)
+        return site_info(site, [channel.name for channel in channels(self.config.rows)], merge)
+
     def _watch_sites(self) -> None:
         sites = self._inventory.sites
         self.buffer = make_buffer(sites, self.schema, self._device)
-        self._capture = Capture(self.buffer, len(sites), self._fail)
+        self._capture = Capture(self.buffer, sites, self._fail, self._placements)
         for index, site in enumerate(sites):
             if site.observe in ("module_input", "lookup"):
                 watch = hooks.watch_input if site.observe == "module_input" else hooks.watch_output
@@ -362,9 +375,16 @@ class Scanner:
         self._endings.append(self._functional.remove)
         self._silence = Silence(self._inventory, self.buffer, self._functional.problems, self._event)
         self._gradients = GradientReader(
-            sites, self.buffer, early=not is_distributed(), on_backward=self._capture.forget, on_error=self._fail
+            sites,
+            self.buffer,
+            early=not is_distributed(),
+            on_backward=self._capture.forget,
+            on_error=self._fail,
+            on_unreduced=self._is_unreduced,
         )
         self._endings.append(self._gradients.remove)
+        if is_distributed():
+            self._endings.append(watch_stages(self._model, self._stage_ends, self.paused))
         self._lookout = Lookout(
             self.schema.sites,
             self.config.watch,
@@ -407,7 +427,10 @@ class Scanner:
 
     def _announce(self) -> None:
         sites = self._inventory.sites
-        self._event("attached", cells=self.buffer.num_cells, bytes_per_step=2 * self.buffer.num_cells, sites=len(sites))
+        left_out = {name: reason for name, reason in self._inventory.coverage.items() if reason != "scanned"}
+        num_cells = self.buffer.num_cells
+        told = {"bytes_per_step": 2 * num_cells, "sites": len(sites), "not_scanned": left_out}
+        self._event("attached", cells=num_cells, **dict[str, Any](told))
         for site in sites:
             if site.note and not site.expert:
                 self._event("note", site=site.name, text=site.note)
@@ -415,6 +438,8 @@ class Scanner:
     # Called from hooks
 
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
+        if self._placements is not None:
+            wrap_stages()
         self._capture.set_mask(mask)
         self._lookout.forward_begins()
 
@@ -423,6 +448,20 @@ class Scanner:
         if self._tokens is not None:
             self._tokens.forward_ends()
         self.buffer.flush()
+
+    def _stage_ends(self) -> None:
+        try:
+            if self._gradients.state.active:
+                self._gradients.read_again()
+        except Exception as error:
+            self._fail(error)
+
+    def _is_unreduced(self, site: Site) -> None:
+        """The true gradient would need a sum over ranks, which is not ours to ask for."""
+        reason = "its gradient is not complete on any rank, nobody has added it up (Partial): recording its input only"
+        if self._inventory.coverage.get(site.name) == "scanned":
+            self._inventory.coverage[site.name] = f"activation only: {reason}"
+            self._event("note", site=site.name, text=f"{site.name!r}: {reason}.")
 
     def _step_begins(self, unscaled: bool) -> None:
         try:
@@ -445,6 +484,8 @@ class Scanner:
             self._unwatch_sites()
             return
         start = _clock()
+        if self._placements is not None and self._placements.is_news:
+            self._say_placements()
         seen = self._forward.take()
         # What came before a pause, or before the loop gave the step another number, must not reach the next row.
         if self._capture.state.active or self._paused:
@@ -502,6 +543,14 @@ class Scanner:
         for text in sorted(set(missing.values())):
             names = [self.schema.sites[site].name for site in sorted(missing) if missing[site] == text]
             self._event("tokens_missing", sites=names, text=text)
+
+    def _say_placements(self) -> None:
+        """Inputs have shown how the ranks' cells merge: the last schema of a file holds for all its rows."""
+        assert self._placements is not None
+        self._placements.is_news = False
+        self.schema = self._schema()
+        if self._writer is not None:
+            self._writer.change_schema(self.schema)
 
     def _use_threads(self) -> None:
         """As many as torch has; a loop may change that."""
@@ -601,6 +650,7 @@ class Scanner:
         self._wait_rows()
         self._unwatch_sites()
         self._device = device_of(self._model)
+        self._placements = find_placements(self._model)
         self._inventory = self._find()
         self.schema = self._schema()
         self._watch_sites()

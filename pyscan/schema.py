@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -80,9 +81,12 @@ class SiteInfo:
 
 @dataclass(frozen=True)
 class Mesh:
+    """All ranks as an array, and the place of one; the ranks along the dimensions `data` see other rows."""
+
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     coords: tuple[int, ...]
+    data: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.dims) == len(self.shape) == len(self.coords) <= 32 or len(set(self.dims)) != len(self.dims):
@@ -214,8 +218,14 @@ def _site(raw: Any) -> SiteInfo:
         num_row_blocks=got.get("row_blocks", 0),
         tied_to=got.get("tied_to"),
         offset=(offset[0], offset[1]),
-        merge={name: _merge(rule) for name, rule in json_object(got.get("merge") or {}, "merge").items()},
+        merge=_rules(json.dumps(json_object(got.get("merge") or {}, "merge"))),
     )
+
+
+@lru_cache(256)
+def _rules(encoded: str) -> Mapping[str, Merge]:
+    """The rules of a site's channels; most sites of most ranks have the same ones, which are kept once."""
+    return {name: _merge(rule) for name, rule in json.loads(encoded).items()}
 
 
 def _merge(raw: Any) -> Merge:
@@ -228,6 +238,7 @@ def _mesh(got: dict[str, Any]) -> Mesh:
         names(got.get("dims"), "mesh dims"),
         tuple(json_list(got.get("shape"), "mesh shape")),
         tuple(json_list(got.get("coords"), "mesh coords")),
+        names(got.get("data", []), "mesh data"),
     )
 
 

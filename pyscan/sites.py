@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pyscan.shards import Held, whole
 from pyscan.weights import Role, Weight, dtype_name, quantised, role_of, weights_of
 
 Patterns = str | Sequence[str] | None
@@ -47,14 +48,21 @@ class Site:
     observe: str
     trainable: bool
     num_row_blocks: int = 0
+    block: int = 0  # features per cell; 0: one cell, whatever its width
+    held: Held = field(default_factory=lambda: whole((0, 0)))  # the part of the weight that this rank has
     expert: int | None = None
     tied_to: str | None = None
     note: str = ""
     originals: tuple[nn.Parameter, ...] = ()  # of a parametrised weight: everything its value is computed from
 
-    def matrix(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor shaped like the parameter that belongs to this site, as a matrix."""
-        part = tensor if self.expert is None else tensor[self.expert]
+    def matrix(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The part of a tensor shaped like the local parameter that belongs to this site; None: it is elsewhere."""
+        part = tensor
+        if self.expert is not None:
+            start, length = self.held.experts or (0, len(tensor))
+            if not start <= self.expert < start + length:
+                return None
+            part = tensor[self.expert - start]
         return part if part.ndim == 2 else part.reshape(part.shape[0], -1)
 
 
@@ -192,6 +200,7 @@ def _site(name: str, weight: Weight, role: Role, holder: nn.Module) -> Site:
         in_axis=role.in_axis,
         observe=role.observe,
         trainable=parameter.requires_grad,
+        held=whole(role.shape),
         note=_note(name, weight, role, stored),
         originals=weight.originals,
     )
@@ -218,7 +227,7 @@ def _blocked(site: Site, block: int, rows: bool, expert_blocks: bool) -> Site:
     if site.expert is not None and not expert_blocks:
         block = 0
     num_rows, num_blocks = (-(-size // block) if block else 1 for size in site.shape)
-    return replace(site, num_blocks=num_blocks, num_row_blocks=num_rows if rows else 0)
+    return replace(site, num_blocks=num_blocks, num_row_blocks=num_rows if rows else 0, block=block)
 
 
 def _coverage(weight: Weight, role: Role) -> str:

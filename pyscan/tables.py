@@ -108,6 +108,11 @@ def print_line(line: str, style: str = "") -> None:
     _print(console(), need("rich.text", "cli").Text(printable(line), style=style), soft_wrap=True)
 
 
+def print_text(line: Any) -> None:
+    """One line of rich's Text."""
+    _print(console(), line, soft_wrap=True)
+
+
 @contextmanager
 def progress(label: str) -> Iterator[Tick]:
     """A bar on stderr for work that lasts; on a pipe, without rich, or while it is short, the ticks do nothing."""

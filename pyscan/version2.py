@@ -22,7 +22,7 @@ from pyscan.payloads import Event
 from pyscan.run import Run
 from pyscan.schema import Channel, Layout, Schema, SiteInfo
 from pyscan.source import Source
-from pyscan.timeline import Part, Timeline, arrange, gather
+from pyscan.timeline import Part, Segment, Timeline, arrange, gather
 
 _BYTES = np.dtype((np.void, fmt.ROW_DTYPE.itemsize))
 
@@ -184,6 +184,25 @@ class FileRun(Run):
                 place[missing] = codecs.ABSENT
         return out.T
 
+    def _all_cells(self, channel: Channel, start: int, stop: int) -> Floats:
+        """Where every schema has the sites of the run, a frame's share is one piece of the file."""
+        groups = [(layout, list(g)) for layout, g in groupby(self.timeline.overlapping(start, stop), _layout_of)]
+        if any(layout.schema.sites != tuple(self.sites) for layout in {layout for layout, _ in groups}):
+            return super()._all_cells(channel, start, stop)
+        num_cells = sum(self._num_cells(channel, site) for site in self.sites)
+        out = np.full((num_cells, stop - start), codecs.ABSENT, np.float32)
+        for layout, segments in groups:
+            number = layout.channel_index.get(channel.name)
+            if number is None or layout.schema.channels[number].per != channel.per:
+                continue
+            first, last = max(segments[0].start, start), min(segments[-1].stop, stop)
+            codes, missing = gather(segments, number, (0, num_cells), first, last)
+            place = out[:, first - start : last - start]
+            place[:] = codecs.decode(codes, layout.schema.channels[number].codec)
+            if missing is not None:
+                place[missing] = codecs.ABSENT
+        return out.T
+
     def _codes(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Array:
         out = codecs.absent_codes((self._num_cells(channel, site), stop - start), channel.codec)
         for codes, missing, codec, first in self._stored(channel, site, start, stop):
@@ -198,7 +217,7 @@ class FileRun(Run):
         self, channel: Channel, site: SiteInfo, start: int, stop: int
     ) -> Iterator[tuple[Array, Array | None, str, int]]:
         """Per schema: cells as stored [cells, rows], which are lost to damage, codec, place of the first row."""
-        for layout, group in groupby(self.timeline.overlapping(start, stop), key=lambda segment: segment.part.layout):
+        for layout, group in groupby(self.timeline.overlapping(start, stop), key=_layout_of):
             number, place = layout.channel_index.get(channel.name), layout.site_index.get(site.name)
             if number is None or place is None or layout.schema.channels[number].per != channel.per:
                 continue
@@ -223,6 +242,10 @@ class FileRun(Run):
         found = dict(self.file.all_damage()) | self.journal.notes | self._notes
         tail = self.tail.all_damage() if self.tail is not None else []
         return [*sorted(found.items()), *((offset, f"tail file: {reason}") for offset, reason in tail)]
+
+
+def _layout_of(segment: Segment) -> Layout:
+    return segment.part.layout
 
 
 def _num_equal(before: Array, now: Array) -> int:

@@ -14,9 +14,11 @@ from pyscan.commands.import_ import Import
 from pyscan.commands.info import Info
 from pyscan.commands.merge import Merge
 from pyscan.commands.repair import Repair
+from pyscan.commands.report import Report
 from pyscan.commands.run import Run
 from pyscan.commands.scan import Scan
 from pyscan.commands.show import Show
+from pyscan.commands.view import View
 
 __all__ = ["VERBS", "UserError", "Verb"]
 
@@ -26,6 +28,8 @@ VERBS: tuple[type[Verb], ...] = (
     Scan,
     Info,
     Show,
+    View,
+    Report,
     HealthVerb,
     Diff,
     Check,

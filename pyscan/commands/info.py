@@ -77,7 +77,7 @@ def scan_files(path: Path) -> list[Path]:
 def _events(run: Run) -> dict[str, Any]:
     """Of each kind of event: how many there are, and when and where the first one happened."""
     found: dict[str, Any] = {}
-    for event in run.events:
+    for event in run.recorded_events:
         first = {"count": 0, "first_step": event["step"], "first_site": event["site"]}
         found.setdefault(event["kind"], first)["count"] += 1
     return found

@@ -26,8 +26,13 @@ class Show(Verb):
     A history has a logarithmic scale of its own. In it 0 is a dot, a NaN or
     infinity an exclamation mark, and what was not observed is blank.
 
+    --map draws the whole model instead, a line per layer and a mark per block,
+    in colour where the terminal can; --watch goes on drawing it as the run goes
+    on, also over ssh.
+
     examples:
       pyscan show run.mscan --top 10
+      pyscan show run.mscan --map grad --watch
       pyscan show run.mscan --site 'layers\\.0\\..*q_proj' --blocks --step 500
     """
 
@@ -40,14 +45,25 @@ class Show(Verb):
         parser.add_argument("--top", metavar="N", type=int, help="only the N highest and the N lowest by SPS")
         parser.add_argument("--blocks", action="store_true", help="a line for each block instead of each site")
         parser.add_argument("--scope", choices=("layer", "global"), default="layer", help="what SPS compares with")
+        measures = "act, grad, sps, ratio or a channel"
+        parser.add_argument("--map", metavar="WHAT", nargs="?", const="act", help=f"the map of the model: {measures}")
+        parser.add_argument("--watch", action="store_true", help="follow a run that is being written")
         add_json(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         from pyscan import tables
+        from pyscan.commands import watch
         from pyscan.summary import norm_channels, summarize
 
         if args.top is not None and args.top < 1:
             raise UserError(f"--top must be >= 1, got {args.top}")
+        if args.watch:
+            _check_watch(args)
+            return watch.watch(args)
+        if args.map:
+            with open_run(args.scan) as run:
+                at = _row(run, args.step)
+            return watch.show_map(args, at)
         with open_run(args.scan) as run:
             if not norm_channels(run):
                 others = ", ".join(channel.name for channel in run.channels) or "none"
@@ -73,6 +89,14 @@ class Show(Verb):
             else:
                 _print(run, args, step, top, bottom, cells)
         return 0
+
+
+def _check_watch(args: argparse.Namespace) -> None:
+    given = [
+        f"--{name}" for name in ("site", "step", "top", "blocks", "json") if getattr(args, name) not in (None, False)
+    ]
+    if given:
+        raise UserError(f"--watch draws the map of the newest step and takes no {', '.join(given)}")
 
 
 class _Look(NamedTuple):

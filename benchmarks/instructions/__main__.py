@@ -1,0 +1,101 @@
+"""Count the instructions of the hot paths and fail if there are more than in benchmarks/results/instructions.json.
+
+python -m benchmarks.instructions             # the gate: `make bench-gate`
+python -m benchmarks.instructions --update    # keep what is counted now: `make bench-gate-update`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.instructions.judge import compare, per_site, table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+KEPT = ROOT / "benchmarks" / "results" / "instructions.json"
+PROGRAMS = ("core_paths", "hook_path")
+# A dump is of one thread; the first is the one that trains.
+VALGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes", "--quiet")
+
+
+def requests(directory: Path) -> Path:
+    """The library through which a program speaks to valgrind."""
+    library = directory / "requests.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(HERE / "requests.c"), "-o", str(library)], check=True)
+    return library
+
+
+def count(program: str, directory: Path) -> dict[str, float]:
+    """Instructions per call of everything that the program counts."""
+    environment = os.environ | {
+        "PYSCAN_CALLGRIND_REQUESTS": str(requests(directory)),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    out = directory / f"{program}.out"
+    command = [*VALGRIND, f"--callgrind-out-file={out}", sys.executable, "-m", f"benchmarks.instructions.{program}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{program} failed under valgrind:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+    return dict(filter(None, map(_read, directory.glob(f"{program}.out*"))))
+
+
+def _read(dump: Path) -> tuple[str, float] | None:
+    text = dump.read_text()
+    label = re.search(r"^desc: Trigger: Client Request: (.*)\|(\d+)$", text, re.M)
+    thread = re.search(r"^thread: (\d+)$", text, re.M)
+    total = re.search(r"^(?:totals|summary): (\d+)", text, re.M)
+    if label is None or total is None or (thread is not None and thread[1] != "1"):
+        return None
+    return label[1], int(total[1]) / int(label[2])
+
+
+def circumstances() -> dict[str, str]:
+    """What the counts depend on besides the source."""
+    import torch
+
+    from pyscan import _C
+
+    names = {"compiler": _C.compiler, "isa": _C.isa, "torch": torch.__version__, "python": platform.python_version()}
+    return names | {"machine": platform.machine()}
+
+
+def counts() -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="pyscan-counts-") as directory:
+        found = {name: n for program in PROGRAMS for name, n in count(program, Path(directory)).items()}
+    return found | per_site(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.instructions", description=__doc__.split("\n")[0])
+    parser.add_argument("--update", action="store_true", help="keep what is counted now")
+    arguments = parser.parse_args()
+    if shutil.which("valgrind") is None:
+        sys.exit("valgrind is not installed: apt-get install valgrind")
+    found, now = counts(), circumstances()
+    kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    print(table(found, kept.get("counts", {})))
+    if arguments.update:
+        KEPT.parent.mkdir(exist_ok=True)
+        KEPT.write_text(json.dumps({"circumstances": now, "counts": found}, indent=1, sort_keys=True) + "\n")
+    elif kept.get("circumstances") != now:
+        print(f"NOT COMPARED: the kept counts are of {kept.get('circumstances')}, these of {now}.")
+        print("Keep counts of this machine with `make bench-gate-update` before a change, then run the gate after it.")
+    elif complaints := compare(found, kept["counts"]):
+        sys.exit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main()

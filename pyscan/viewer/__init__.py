@@ -1,0 +1,1 @@
+"""The live viewer: a local web page over open runs."""
