@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyscan.commands.base import UserError, Verb, add_json, add_scan, add_selection, open_run, print_json, select_sites
+from pyscan.commands.replay import add_replay, replay_step
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -29,6 +30,7 @@ class Show(Verb):
     examples:
       pyscan show run.mscan --top 10
       pyscan show run.mscan --site 'layers\\.0\\..*q_proj' --blocks --step 500
+      pyscan show run.mscan --step 500 --tokens --by sps
     """
 
     name = "show"
@@ -40,6 +42,7 @@ class Show(Verb):
         parser.add_argument("--top", metavar="N", type=int, help="only the N highest and the N lowest by SPS")
         parser.add_argument("--blocks", action="store_true", help="a line for each block instead of each site")
         parser.add_argument("--scope", choices=("layer", "global"), default="layer", help="what SPS compares with")
+        add_replay(parser)
         add_json(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -49,6 +52,8 @@ class Show(Verb):
         if args.top is not None and args.top < 1:
             raise UserError(f"--top must be >= 1, got {args.top}")
         with open_run(args.scan) as run:
+            if args.tokens:
+                return replay_step(run, args, args.step)
             if not norm_channels(run):
                 others = ", ".join(channel.name for channel in run.channels) or "none"
                 raise UserError(f"the scan has neither act nor grad per block; its channels: {others}")
@@ -72,6 +77,8 @@ class Show(Verb):
                 print_json({"step": step, "sites": [_record(cell) for cell in [*top, *bottom]], "damage": damage})
             else:
                 _print(run, args, step, top, bottom, cells)
+                if args.step is not None and args.step in run.token_steps:
+                    replay_step(run, args, args.step)
         return 0
 
 
