@@ -129,9 +129,11 @@ def encode_tokens(
 
 def tokens_start(tokens: Tokens, num_tokens: int, extra: Mapping[str, Any] | None = None) -> bytes:
     """A payload up to its first array of cells: the JSON, and the arrays of integers. Cells follow, each padded."""
-    integers = _Integers(pad64(_LENGTH.size + _ENTRY_BYTES * (len(tokens.arrays) + 4)))
+    integers = _Integers(pad64(_LENGTH.size + _ENTRY_BYTES * (len(tokens.arrays) + 2)))
     room = integers.end
-    head: dict[str, Any] = {"step": tokens.step, "tokens": num_tokens, "mode": tokens.mode, **(extra or {})}
+    head: dict[str, Any] = {"step": tokens.step, "tokens": num_tokens, **(extra or {})}
+    if tokens.mode != TOKEN_MODES[0]:
+        head["mode"] = tokens.mode
     for name in ("ids", "mask", "sequences"):
         if (values := getattr(tokens, name)) is not None:
             head[name] = integers.place(values)

@@ -80,6 +80,11 @@ class Run(ABC):
     def tokens(self, step: int) -> dict[str, Any]:
         """The rows of one step token by token: {"ids": array, site name: {"act", "grad", "contribution"}}."""
 
+    @property
+    def token_steps(self) -> list[int]:
+        """The steps that `tokens` has rows for."""
+        return []
+
     @abstractmethod
     def refresh(self) -> int:
         """Look at the file again; returns how many rows there are now that were not there before."""

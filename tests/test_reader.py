@@ -244,7 +244,7 @@ def test_tokens_come_back_under_the_names_of_their_sites() -> None:
     norms = np.linspace(1, 2, 7) * 3
     assert np.allclose(tokens[FIRST]["act"], norms, rtol=0.00136)
     assert np.allclose(tokens[FIRST]["contribution"], norms**2, rtol=0.003)
-    assert set(tokens) == {"ids", FIRST}
+    assert set(tokens) == {"ids", "mask", "sequences", FIRST}
 
 
 class Appender:

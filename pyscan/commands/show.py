@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyscan.commands.base import UserError, Verb, add_json, add_scan, add_selection, open_run, print_json, select_sites
+from pyscan.commands.replay import add_replay, replay_step
 
 if TYPE_CHECKING:
     from pyscan.run import Run
@@ -34,6 +35,7 @@ class Show(Verb):
       pyscan show run.mscan --top 10
       pyscan show run.mscan --map grad --watch
       pyscan show run.mscan --site 'layers\\.0\\..*q_proj' --blocks --step 500
+      pyscan show run.mscan --step 500 --tokens --by sps
     """
 
     name = "show"
@@ -48,6 +50,7 @@ class Show(Verb):
         measures = "act, grad, sps, ratio or a channel"
         parser.add_argument("--map", metavar="WHAT", nargs="?", const="act", help=f"the map of the model: {measures}")
         parser.add_argument("--watch", action="store_true", help="follow a run that is being written")
+        add_replay(parser)
         add_json(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -65,6 +68,8 @@ class Show(Verb):
                 at = _row(run, args.step)
             return watch.show_map(args, at)
         with open_run(args.scan) as run:
+            if args.tokens:
+                return replay_step(run, args, args.step)
             if not norm_channels(run):
                 others = ", ".join(channel.name for channel in run.channels) or "none"
                 raise UserError(f"the scan has neither act nor grad per block; its channels: {others}")
@@ -88,6 +93,8 @@ class Show(Verb):
                 print_json({"step": step, "sites": [_record(cell) for cell in [*top, *bottom]], "damage": damage})
             else:
                 _print(run, args, step, top, bottom, cells)
+                if args.step is not None and args.step in run.token_steps:
+                    replay_step(run, args, args.step)
         return 0
 
 
