@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.contestants import CONTESTANTS
+from benchmarks.training.contestants import CONTESTANTS, TABLES
+
+__all__ = ["TABLES", "markdown", "picture", "slower", "table", "title"]
 
 COLORS = {"bare": "#9a9a9a", "pyscan": "#1f77b4", "other": "#d08b2b"}
 
