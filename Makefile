@@ -52,6 +52,7 @@ BENCH_SECONDS ?= 180
 TRAINING := $(BIN)/python -m benchmarks.training --seconds $(BENCH_SECONDS) --model $(BENCH_MODEL)
 bench-training: build  ## A training step beside other scanners, until the noise is below 0.5 %; kept under benchmarks/results
 	$(TRAINING) --table scanner --table modes --table sampling --table scripts --table tools --keep
+	$(BIN)/python -m benchmarks.document --write
 
 $(VENV)/.peers: $(VENV)/.built
 	$(BIN)/pip install -q -c requirements-dev.txt --no-build-isolation -e ".[peers]"
@@ -61,6 +62,7 @@ bench-peers: $(VENV)/.peers bench-training  ## The same with the tools of others
 
 bench-growth: build  ## How the cost grows with sites, tokens, width, block size and steps; kept with pictures
 	$(BIN)/python -m benchmarks.growth --keep
+	$(BIN)/python -m benchmarks.document --write
 
 bench-compare: build  ## Fail if a training step is slower than in the last kept result by more than the noise
 	$(TRAINING) --table scanner --compare
@@ -74,6 +76,7 @@ bench-gate: build  ## Fail if a hot path executes more instructions than are kep
 bench-gate-update: build  ## Keep the instruction counts of this tree
 	@$(INSTALL_VALGRIND)
 	$(BIN)/python -m benchmarks.instructions --update
+	$(BIN)/python -m benchmarks.document --write
 
 lint: build  ## Style and types, nothing is changed
 	$(BIN)/ruff check .

@@ -61,6 +61,7 @@ def made_up(pyscan: float, *, noise: float = 0.0, error: float = 0.002) -> dict[
         clock = {"median": ratio, "p20": ratio - 0.01, "p80": ratio + 0.01, "error": error}
         return {
             "wall": clock, "processor": clock, "same_losses": True, "bytes_per_step": 5.0, "values_per_step": 2,
+            "claimed": None,
         }  # fmt: skip
 
     ratios = {"bare": 1.0, "bare again": 1.0 + noise, "pyscan": pyscan}

@@ -9,6 +9,8 @@ from __future__ import annotations
 # Steps between two decisions, and the most that `every` may become.
 WINDOW = 32
 LARGEST = 1 << 16
+# Where the hooks alone are above the budget, scanning may still take this share of what they take.
+SHARE_OF_HOOKS = 0.1
 
 
 class Budget:
@@ -18,42 +20,53 @@ class Budget:
         self.every = every
         self._least = every
         self._budget = budget
+        self._overhead: float | None = None
+        self._begin_window()
+
+    def _begin_window(self) -> None:
         self._spent = 0.0
+        self._hooks = 0.0
         self._elapsed = 0.0
         self._scanned = 0
         self._num_steps = 0
-        self._overhead = 0.0
 
     @property
     def overhead(self) -> float:
-        """Share of the time of the steps so far (of the last full window, once there is one) spent scanning."""
-        if self._overhead == 0.0 and self._elapsed > 0:
-            return self._spent / self._elapsed
-        return self._overhead
+        """How much longer the steps so far (of the last full window, once there is one) took because of the scanner."""
+        return self._now() if self._overhead is None else self._overhead
 
-    def step(self, spent: float, elapsed: float, scanned: bool) -> dict[str, float] | None:
-        """Count a step; returns what changed about `every`, if anything."""
+    def _now(self) -> float:
+        bare = self._elapsed - self._spent - self._hooks
+        return (self._spent + self._hooks) / bare if bare > 0 else 0.0
+
+    def step(self, spent: float, elapsed: float, scanned: bool, hooks: float = 0.0) -> dict[str, float] | None:
+        """Count a step; returns what changed about `every`, if anything.
+
+        `spent` is the time of scanning; `hooks` what the calls of hooks take, which a step that is left out has too.
+        """
         self._spent += spent
+        self._hooks += hooks
         self._elapsed += elapsed
         self._scanned += scanned
         self._num_steps += 1
         if self._num_steps < max(WINDOW, 2 * self.every) or self._elapsed <= 0:
             return None
         change = self._decide()
-        self._overhead = self._spent / self._elapsed
-        self._spent = self._elapsed = 0.0
-        self._scanned = self._num_steps = 0
+        self._overhead = self._now()
+        self._begin_window()
         return change
 
     def _decide(self) -> dict[str, float] | None:
         if self._budget is None or not self._scanned:
             return None
         per_scan = self._spent / self._scanned
-        per_step = (self._elapsed - self._spent) / self._num_steps
+        hooks = self._hooks / self._num_steps
+        bare = (self._elapsed - self._spent) / self._num_steps - hooks
+        allowed = max(self._budget * bare - hooks, SHARE_OF_HOOKS * hooks, 0.0)
         every = self._least
-        while every < LARGEST and per_scan / every > self._budget * per_step:
+        while every < LARGEST and per_scan / every > allowed:
             every *= 2
         if every == self.every:
             return None
         before, self.every = self.every, every
-        return {"before": before, "after": every, "overhead": self._spent / self._elapsed}
+        return {"before": before, "after": every, "overhead": self._now()}

@@ -43,6 +43,7 @@ class ForwardWatch:
         self._noted_tokens: int | None = None
         self._num_tokens: int | None = None
         self._masked_counts: list[Tensor] = []
+        self._num_forwards = 0
         self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
@@ -74,9 +75,15 @@ class ForwardWatch:
         self._num_tokens, self._noted_tokens, self._masked_counts = None, None, []
         return seen
 
+    def take_num_forwards(self) -> int:
+        """How many grad-enabled forwards there were since the last call."""
+        count, self._num_forwards = self._num_forwards, 0
+        return count
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.active or not torch.is_grad_enabled():
             return
+        self._num_forwards += 1
         mask = kwargs.get(self._mask) if self._mask else None
         mask = mask.bool() if isinstance(mask, Tensor) else None
         ids = kwargs.get("input_ids", args[0] if args else None)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import attached, hooks, threads
+from pyscan import attached, hook_cost, hooks, threads
 from pyscan.accumulate import channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
@@ -227,7 +227,7 @@ class Scanner:
 
     @property
     def overhead(self) -> float:
-        """The share of step time the scanner measured itself taking."""
+        """How much longer a step takes because of the scanner, as it measures itself: 0.01 is 1 %."""
         return self._budget.overhead
 
     @property
@@ -402,6 +402,10 @@ class Scanner:
             on_error=self._fail,
         )
         self._endings.append(self._forward.remove)
+        # Of the model itself two, and one for each input, lookup and gradient; a forward calls each once.
+        num_watched = sum(site.observe in ("module_input", "lookup") for site in sites)
+        self._num_hooks = 2 + num_watched + len(self._gradients.weights)
+        hook_cost.seconds_per_call()
         self._state = ModelState(self._model, sites)
         self._use_threads()
         self._set_active()
@@ -623,10 +627,10 @@ class Scanner:
 
     def _measure(self, start: float) -> None:
         now = _clock()
+        spent = self._capture.state.seconds + self._gradients.state.seconds + now - start
+        num_calls = self._num_hooks * self._forward.take_num_forwards()
         change = self._budget.step(
-            self._capture.state.seconds + self._gradients.state.seconds + now - start,
-            now - self._row_start,
-            self._capture.state.active,
+            spent, now - self._row_start, self._capture.state.active, num_calls * hook_cost.seconds_per_call()
         )
         self._capture.state.seconds = self._gradients.state.seconds = 0.0
         self._row_start = now

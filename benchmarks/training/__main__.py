@@ -8,6 +8,7 @@ python -m benchmarks.training --compare          # as `make bench-compare`
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -57,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step")
     parser.add_argument("--compile", action="store_true", help="train the model inside torch.compile")
     parser.add_argument("--threads", type=int, default=2, help="of torch, in every contestant")
+    parser.add_argument("--budget", type=float, default=0.01, help="of the contestant `pyscan budget`")
     parser.add_argument("--keep", action="store_true", help="write the result under benchmarks/results")
     parser.add_argument("--compare", action="store_true", help="fail if slower than the last kept result")
     arguments = parser.parse_args()
@@ -67,6 +69,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    os.environ["PYSCAN_BENCH_BUDGET"] = str(arguments.budget)
     at, found, complaints = results.circumstances(), [], []
     for table in ["chosen"] if arguments.contestants else arguments.table or ["scanner"]:
         result = measure(arguments, table)

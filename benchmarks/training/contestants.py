@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ class Attached:
     values_per_step: int = 0
     after_step: Callable[[], None] = nothing
     close: Callable[[], None] = nothing
+    begin_turn: Callable[[], None] = nothing
+    overhead: Callable[[], float] | None = None  # what it says of itself
 
 
 def weights(model: nn.Module) -> list[nn.Parameter]:
@@ -177,9 +180,19 @@ def scanner(**options: Any) -> Callable[[Training, Path], Attached]:
         if missing:
             raise ImportError(f"this version of pyscan.attach has no {missing[0]}")
         scan = pyscan.attach(training.model, directory / "run.mscan", optimizer=training.optimizer, **options)
-        return Attached(scan.buffer.num_cells, close=scan.close)
+
+        def begin_turn() -> None:  # the turns of others are no time of its step
+            scan._row_start = time.perf_counter()
+
+        return Attached(
+            scan.buffer.num_cells, close=scan.close, begin_turn=begin_turn, overhead=lambda: float(scan.overhead)
+        )
 
     return attach
+
+
+def scanner_budget(training: Training, directory: Path) -> Attached:
+    return scanner(budget=float(os.environ.get("PYSCAN_BENCH_BUDGET", "0.01")))(training, directory)
 
 
 def scanner_off(training: Training, directory: Path) -> Attached:
@@ -210,6 +223,7 @@ CONTESTANTS = {
     "pyscan per tensor": Contestant(scanner(block=0), "norms of inputs and weight gradients, maxima, bad values"),
     "pyscan tokens": Contestant(scanner(tokens=True), BLOCKS + "; per token: input and gradient norm of every weight"),
     "pyscan every 10th": Contestant(scanner(every=10), BLOCKS + "; every 10th step"),
+    "pyscan budget": Contestant(scanner_budget, BLOCKS + "; as often as the budget allows"),
     "pyscan off": Contestant(scanner_off, "nothing: attached and paused"),
     "plain torch": Contestant(plain_torch, "norms of inputs and weight gradients, in memory", False),
     "naive torch": Contestant(naive_torch, "norms of inputs and weight gradients, as text", False),
@@ -224,6 +238,7 @@ TABLES = {
     "scanner": ["pyscan", "plain torch"],
     "modes": ["pyscan", "pyscan per tensor", "pyscan tokens"],
     "sampling": ["pyscan every 10th", "pyscan off"],
+    "budget": ["pyscan", "pyscan budget"],
     "scripts": ["pyscan", "naive torch", "HF debug"],
     "tools": ["pyscan", "nvdlfw-inspect", "msprobe", "wandb.watch"],
 }

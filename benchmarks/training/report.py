@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.contestants import CONTESTANTS
+from benchmarks.training.contestants import CONTESTANTS, TABLES
+
+__all__ = ["TABLES", "markdown", "picture", "slower", "table", "title"]
 
 COLORS = {"bare": "#9a9a9a", "pyscan": "#1f77b4", "other": "#d08b2b"}
 
@@ -27,12 +29,16 @@ def title(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """A line per contestant: overhead in wall and processor time, and what it recorded for that."""
-    lines = [title(result), f"  {'':18}{'wall':>9}  {'p20..p80':^18}{'processor':>10}{'bytes/step':>12}{'values':>8}"]
+    lines = [
+        title(result),
+        f"  {'':18}{'wall':>9}  {'p20..p80':^18}{'processor':>10}{'bytes/step':>12}{'values':>8}{'self':>8}",
+    ]
     for name, figures in result["contestants"].items():
         wall, processor = figures["wall"], figures["processor"]
         lines.append(
             f"  {name:18}x{wall['median']:.4f}  [{wall['p20']:.4f}..{wall['p80']:.4f}]"
             f"   x{processor['median']:.4f}{figures['bytes_per_step']:12,.0f}{figures['values_per_step']:8,}"
+            f"{'' if figures['claimed'] is None else format(figures['claimed'], '.2%'):>8}"
             f"  {CONTESTANTS[name].records}{'' if figures['same_losses'] else '  LOSSES DIFFER'}"
         )
     lines += [f"  {name:18}unavailable: {reason}" for name, reason in result["unavailable"].items()]

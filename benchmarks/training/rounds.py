@@ -25,6 +25,8 @@ BARE = ("bare", "bare again")
 NOISE = 0.005
 WARMUP_ROUNDS = 3
 FEWEST_ROUNDS = 20
+# A turn of those that leave steps out must hold scanned and other steps in their proportion.
+SPARSE, STEPS_OF_SPARSE = {"pyscan every 10th", "pyscan budget"}, 20
 
 
 class Runner(Protocol):
@@ -86,6 +88,7 @@ class Taken:
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    claimed: list[float] = field(default_factory=list)  # overhead that a scanner measured itself
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def take_turns(
             mine.wall.append(figures["wall"])
             mine.processor.append(figures["processor"])
             mine.losses.append(figures["loss"])
+            mine.claimed += [] if figures["claimed"] is None else [figures["claimed"]]
         if rounds is None and time.monotonic() - start > seconds:
             break
     return taken
@@ -144,7 +148,9 @@ def compare(
     server = Server(log)
     runners: dict[str, Runner] = {}
     unavailable: dict[str, str] = {}
-    num_steps = 10 if any("every 10th" in name for name in names) else MODELS[model].steps_per_turn
+    num_steps = MODELS[model].steps_per_turn
+    if SPARSE.intersection(names):
+        num_steps = STEPS_OF_SPARSE
     try:
         for name in [*BARE, *names]:
             try:
@@ -177,4 +183,5 @@ def _figures(mine: Taken, bare: list[Taken]) -> dict[str, Any]:
         "wall": vars(ratio_of(mine.wall, [b.wall for b in others])),
         "processor": vars(ratio_of(mine.processor, [b.processor for b in others])),
         "same_losses": mine.losses == bare[0].losses,
+        "claimed": statistics.median(mine.claimed) if mine.claimed else None,
     }

@@ -40,6 +40,7 @@ class Worker:
         """Seconds per step. A turn of several steps begins with one that is not timed, since the caches hold the data
         of others. Processor time is all that was used since the last turn: what the threads of a contestant did while
         others had their turn is its own."""
+        self._attached.begin_turn()
         if num_steps > 1:
             self._step()
         start = time.perf_counter()
@@ -47,7 +48,8 @@ class Worker:
         wall = time.perf_counter() - start
         before, self._billed = self._billed, (self._num_steps, self._processor_seconds())
         processor = (self._billed[1] - before[1]) / (self._billed[0] - before[0])
-        return {"wall": wall / num_steps, "processor": processor, "loss": losses[-1].item()}
+        claimed = self._attached.overhead() if self._attached.overhead else None
+        return {"wall": wall / num_steps, "processor": processor, "loss": losses[-1].item(), "claimed": claimed}
 
     def _processor_seconds(self) -> float:
         """Of this process and all its threads, and of those it has started; the latter in units of 10 ms."""
