@@ -19,7 +19,19 @@ def rank_and_world() -> tuple[int, int]:
     return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_distributed() else (0, 1)
 
 
-def own_path(path: Path) -> Path:
-    """Where this process writes: beside `path`, with its rank in the name, when there are several."""
+def own_path(path: Path, *, resume: bool = False) -> Path:
+    """Where this process writes: beside `path`, with its rank in the name, when there are several.
+
+    A run that goes on with another number of ranks stays where it is: one rank alone continues the file of rank 0, and
+    what one rank has begun becomes that file when there are several.
+    """
     rank, world = rank_and_world()
-    return path if world == 1 else path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
+    own = path.with_name(f"{path.stem}.rank{rank:05d}{path.suffix}")
+    if world == 1:
+        return own if resume and own.exists() and not path.exists() else path
+    if resume and rank == 0 and path.exists() and not own.exists():
+        for suffix in (".tail", ""):
+            old, new = (file.with_name(file.name + suffix) for file in (path, own))
+            if old.exists():
+                old.rename(new)
+    return own

@@ -132,7 +132,7 @@ class Scanner:
         self._inventory = self._find()
         self._refuse_second_scan()
         self.schema = self._schema()
-        self.path = None if path is None else own_path(Path(path))
+        self.path = None if path is None else own_path(Path(path), resume=config.resume)
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()

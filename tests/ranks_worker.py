@@ -1,7 +1,7 @@
 """What tests/test_ranks_live.py starts under torchrun: tiny models trained in every way that ranks can share them.
 
-Each case runs without the scanner, with its rows in memory, and with files; rank 0 puts the rows of all ranks together by
-the merge rules, compares them with one process that has the whole batch, and writes what it found as JSON.
+Each case runs without the scanner, with its rows in memory, and with files; rank 0 puts the rows of all ranks together
+by the merge rules, compares them with one process that has the whole batch, and writes what it found as JSON.
 
     torchrun --nproc-per-node 2 -m tests.ranks_worker OUT CASE...
 """
@@ -14,7 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -105,9 +105,6 @@ def new_net() -> Net:
 class Case:
     """One way to share a model: how it is wrapped, and how a step's backward runs on this rank's rows."""
 
-    tolerance = 1e-5
-    data_size: int | None = None  # ranks that see other rows; None: all
-
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
@@ -129,14 +126,14 @@ class Case:
 
 
 class Ddp(Case):
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, net: Net) -> nn.Module:
         return DistributedDataParallel(net, **self.options)
 
 
 class DdpStatic(Ddp):
-    options = {"static_graph": True, "gradient_as_bucket_view": True}
+    options: ClassVar[dict[str, Any]] = {"static_graph": True, "gradient_as_bucket_view": True}
 
 
 class DdpNoSync(Ddp):
@@ -153,7 +150,7 @@ class DdpNoSync(Ddp):
 
 
 class Fsdp(Case):
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def mesh(self) -> Any:
         return init_device_mesh("cpu", (self.world,), mesh_dim_names=("dp",))
@@ -166,7 +163,7 @@ class Fsdp(Case):
 
 
 class FsdpKept(Fsdp):
-    options = {"reshard_after_forward": False}
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
 
 
 class FsdpAccumulated(Fsdp):
@@ -184,7 +181,9 @@ class FsdpAccumulated(Fsdp):
 
 
 class FsdpBf16(Fsdp):
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+    options: ClassVar[dict[str, Any]] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    }
 
 
 class Hsdp(Fsdp):
@@ -494,7 +493,7 @@ def compare(schemas: list[Any], rows: list[Any], want: list[Any], path: Path) ->
                 error /= 2  # of norms, not of their squares
             in_memory["/".join(place)] = max(error, in_memory.get("/".join(place), 0.0))
     with pyscan.open(path) as run:
-        for (channel, site), _ in want[0].items():
+        for channel, site in want[0]:
             root = np.sqrt if channel in ("act", "grad", "grad_out") else np.asarray
             expected = np.stack([root(row[channel, site]) for row in want])
             in_file[f"{channel}/{site}"] = worst(run.get(channel, site, blocks=True).astype(float), expected)

@@ -1,0 +1,129 @@
+"""Ranks that train together, under torchrun with gloo: the merged rows are those of one process with the whole batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pyscan
+from pyscan.check import check
+
+ROOT = Path(__file__).parent.parent
+SITES = [f"{name}.weight" for name in ("down", "embed", "head", "mix", "up")]
+TWO = ("ddp", "fsdp")
+TWO_SLOW = ("ddp_static", "ddp_no_sync", "fsdp_kept", "fsdp_accumulated", "tp", "sequence_tp", "pipeline")
+FOUR = ("hsdp", "fsdp_tp", "pipeline")
+
+
+def torchrun(num_ranks: int, *arguments: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += ["--max-restarts", str(restarts), "-m", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def launch(directory: Path, num_ranks: int, *cases: str) -> dict[str, Any]:
+    done = torchrun(num_ranks, "tests.ranks_worker", str(directory), *cases)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads((directory / "results.json").read_text())
+    return found
+
+
+def assert_whole(result: dict[str, Any], *, unreduced: tuple[str, ...] = ()) -> None:
+    """The rows of all ranks are those of one process, in memory and in the file, and nothing else has changed."""
+    assert "error" not in result, result["error"]
+    assert result["identical"], "losses or weights differ from those without the scanner"
+    assert result["same_collectives"] and result["collectives"] > 0
+    assert {event["kind"] for event in result["events"]} <= ({"note"} if unreduced else set())
+    assert result["sites"] == SITES and result["steps"] == [1, 2, 3]
+    assert result["late"] == 0 and result["num_rows"] == 3
+    assert result["damage"] == [] and "off" not in result["kinds"]
+    places = [
+        f"{c}/{s}" for s in SITES for c in ("act", "grad", "grad_out", "act_max", "grad_max", "act_bad", "grad_bad")
+    ]
+    assert sorted(result["in_memory"]) == sorted(result["in_file"]) == sorted(places)
+    for place in places:
+        if place.startswith("grad") and place.split("/")[1] in unreduced:
+            assert result["in_memory"][place] == float("inf"), "a gradient that nobody has added up must be absent"
+            continue
+        assert result["in_memory"][place] < 1e-5, place
+        assert result["in_file"][place] < 0.002, place
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launch(tmp_path_factory.mktemp("two"), 2, *TWO)
+
+
+@pytest.fixture(scope="module")
+def two_slow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launch(tmp_path_factory.mktemp("two_slow"), 2, *TWO_SLOW, "fsdp_bf16")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("four")
+    return directory, launch(directory, 4, "corrupt", *FOUR)
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_together_are_one_process_with_the_whole_batch(two: dict[str, Any], case: str) -> None:
+    assert_whole(two[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TWO_SLOW)
+def test_every_way_to_share_a_model_between_two_ranks(two_slow: dict[str, Any], case: str) -> None:
+    assert_whole(two_slow[case], unreduced=("mix.weight",) if case == "sequence_tp" else ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR)
+def test_every_way_to_share_a_model_between_four_ranks(four: tuple[Path, dict[str, Any]], case: str) -> None:
+    assert_whole(four[1][case])
+
+
+@pytest.mark.slow
+def test_in_mixed_precision_a_rank_records_its_own_input_and_its_own_part_of_the_gradient(
+    two_slow: dict[str, Any],
+) -> None:
+    result = two_slow["fsdp_bf16"]
+    assert result["identical"] and result["same_collectives"] and result["events"] == []
+    assert result["own"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_corrupted_weight_is_named_at_the_step_it_happens(four: tuple[Path, dict[str, Any]]) -> None:
+    with pyscan.open(four[0] / "corrupt.mscan") as run:
+        told = [event for event in run.events if event["kind"] in ("rank_differs", "replicas_differ")]
+    assert (told[0]["kind"], told[0]["step"], told[0]["rank"]) == ("rank_differs", 6, 2)
+    assert told[0]["site"] == "down.weight", "the first site that meets what the corrupted weight made"
+    assert all(event["step"] >= 6 for event in told)
+
+
+@pytest.mark.slow
+def test_a_job_whose_worker_is_killed_goes_on_with_every_step_once(tmp_path: Path) -> None:
+    done = torchrun(2, "tests.ranks_elastic", str(tmp_path), "40", "27", restarts=1)
+    assert done.returncode == 0 and (tmp_path / "killed").exists(), done.stderr[-3000:]
+    path = tmp_path / "run.mscan"
+    assert check(path) == []
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(1, 41))
+        assert [event["kind"] for event in run.events].count("resumed") == 2
+        assert not pyscan.is_absent(run.act("0.weight")).any()
+    # One rank fewer: the run goes on from its last checkpoint, which is step 40.
+    done = torchrun(1, "tests.ranks_elastic", str(tmp_path), "55")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert check(path) == []
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(1, 56))
+        assert (run.world, run.missing_ranks) == (1, ())
+        changed = [event for event in run.events if event["kind"] == "world_changed"]
+        assert [(event["step"], event["before"], event["world"]) for event in changed] == [(41, 2, 1)]
+        assert not pyscan.is_absent(run.act("0.weight")).any()
