@@ -49,7 +49,7 @@ pictures: build browser  ## The pictures of README.md, of the demo's run
 	$(BIN)/python -m docs.make_pictures runs/demo/run.mscan
 
 notebook: build  ## Run the example notebook anew, with its output
-	$(BIN)/python examples/make_notebook.py
+	OMP_NUM_THREADS=1 $(BIN)/python examples/make_notebook.py
 
 check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load width, spills, registers, instructions
 	$(BIN)/python -m tests.gpu.check_compiled
