@@ -41,8 +41,9 @@ test-all: build browser wheel sanitize check-gpu  ## Every promise, also those t
 
 # Tests of what is on the screen are skipped only where there is no Chromium and no apt to bring it.
 browser:  ## Chromium for the tests of viewer and report, from Debian if it is missing
-	@command -v chromium chromium-browser google-chrome >/dev/null || ! command -v apt-get >/dev/null || \
-	{ S=$$([ "$$(id -u)" = 0 ] || echo sudo); $$S apt-get update -qq && $$S apt-get install -y -qq chromium >/dev/null; }
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	command -v apt-get >/dev/null || exit 0; S=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	$$S apt-get update -qq && $$S apt-get install -y -qq chromium >/dev/null
 
 pictures: build browser  ## The pictures of README.md, of the demo's run
 	test -e runs/demo/run.mscan || $(BIN)/pyscan demo

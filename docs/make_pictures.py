@@ -29,17 +29,17 @@ def main(scan: str) -> None:
     session = Session([scan])
     with Viewer(session) as viewer, browsing() as browser, tempfile.TemporaryDirectory() as folder:
         threading.Thread(target=viewer.serve_forever, daemon=True).start()
-        _viewer(browser, viewer.url, "viewer", ["grad"], height=1240)
+        _viewer(browser, viewer.url, "viewer", ["grad"], height=1190)
         _viewer(browser, viewer.url, "viewer_dark", ["sps"], height=650, dark=True)
         _viewer(browser, viewer.url, "viewer_phone", ["act"], width=390, height=860)
         report = Path(folder) / "report.html"
         subprocess.run([sys.executable, "-m", "pyscan", "report", scan, "-o", str(report)], check=True)
-        page = Watched(browser, width=1100, height=760).open(report.as_uri())
+        page = Watched(browser, width=1000, height=760).open(report.as_uri())
         _save(page, "report")
         viewer.shutdown()
 
 
-def _viewer(browser: Any, url: str, name: str, press: list[str], *, width: int = 1100, **look: Any) -> None:
+def _viewer(browser: Any, url: str, name: str, press: list[str], *, width: int = 1000, **look: Any) -> None:
     page = Watched(browser, width=width, **look).open(url)
     for value in press:
         page.click(f"#controls button[value={value}]")
@@ -53,8 +53,7 @@ def _save(page: Any, name: str) -> None:
     page.wait_for_timeout(1500)
     path = FOLDER / f"{name}.png"
     page.screenshot(path=str(path))
-    image = Image.open(path).convert("RGB")  # of its many shades of grey text, 256 colours are enough
-    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(path).convert("RGB").save(path, optimize=True)
     assert path.stat().st_size < MAX_BYTES, f"{path} has {path.stat().st_size} bytes, at most {MAX_BYTES} are allowed"
     page.close()
 
