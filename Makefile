@@ -11,7 +11,7 @@ PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help build demo test test-all check-gpu bench bench-training bench-peers bench-growth bench-compare bench-gate \
-  bench-gate-update lint format sanitize fuzz wheel clean
+  bench-gate-update browser pictures notebook lint format sanitize fuzz wheel clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,9 +36,22 @@ demo: build  ## Train a small language model, scanned, and show what was seen; t
 test: build  ## The tests that take minutes in all; every benchmark runs once
 	$(PYTEST_PARALLEL) -m "not slow"
 
-test-all: build wheel sanitize check-gpu bench-gate  ## Every promise, also those that take long to prove
+test-all: build browser wheel sanitize check-gpu bench-gate  ## Every promise, also those that take long to prove
 	$(PYTEST_PARALLEL) -m slow
 	tests/check_wheel.sh
+
+# Tests of what is on the screen are skipped only where there is no Chromium and no apt to bring it.
+browser:  ## Chromium for the tests of viewer and report, from Debian if it is missing
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	command -v apt-get >/dev/null || exit 0; S=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	$$S apt-get update -qq && $$S apt-get install -y -qq chromium >/dev/null
+
+pictures: build browser  ## The pictures of README.md, of the demo's run
+	test -e runs/demo/run.mscan || $(BIN)/pyscan demo
+	$(BIN)/python -m docs.make_pictures runs/demo/run.mscan
+
+notebook: build  ## Run the example notebook anew, with its output
+	OMP_NUM_THREADS=1 $(BIN)/python examples/make_notebook.py
 
 check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load width, spills, registers, instructions
 	$(BIN)/python -m tests.gpu.check_compiled

@@ -135,7 +135,8 @@ def _pieces(run: Run) -> Iterator[tuple[int, Floats]]:
         rows = slice(start, min(start + size, len(run.steps)))
         blocks = [_sums(run, channel, rows) for channel in _BLOCK_CHANNELS]
         of_sites = [_values(run, channel, rows, blocks) for channel in _SITE_CHANNELS]
-        yield start, np.concatenate([*(part for part, _ in blocks), *of_sites], axis=1)
+        # The compiled glance at a row takes its cells in one piece.
+        yield start, np.ascontiguousarray(np.concatenate([*(part for part, _ in blocks), *of_sites], axis=1))
 
 
 def _sums(run: Run, channel: str, rows: slice) -> tuple[Floats, Floats]:

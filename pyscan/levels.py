@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,47 @@ def _number(value: float) -> float | None:
 
 def _root(value: float) -> float | None:
     return _number(math.sqrt(value)) if value >= 0 else None
+
+
+class Glance(Protocol):
+    """The first look at a row. Receives its cells, where each site's blocks start, how many blocks and how many counts
+    of bad values it has, and bounds for the sums; fills `sums` and the largest value of each block so far (`tops`).
+
+    Hands on the largest sum of all and of the gradients, whether there are bad values, and whether a sum is above its
+    bound.
+    """
+
+    def __call__(
+        self,
+        cells: Floats,
+        starts: NDArray[np.int64],
+        num_blocks: int,
+        num_bad: int,
+        limits: Floats,
+        sums: Floats,
+        tops: Floats,
+        is_first: bool,
+        /,
+    ) -> tuple[float, float, bool, bool]: ...
+
+
+def glance(
+    cells: Floats,
+    starts: NDArray[np.int64],
+    num_blocks: int,
+    num_bad: int,
+    limits: Floats,
+    sums: Floats,
+    tops: Floats,
+    is_first: bool,
+    /,
+) -> tuple[float, float, bool, bool]:
+    """The definition; the scanner uses one compiled from csrc/glance.cpp."""
+    sums[:] = np.add.reduceat(cells[:num_blocks], starts)
+    tops[:] = cells[:num_blocks] if is_first else np.maximum(tops, cells[:num_blocks])
+    gradient = float(sums[len(sums) // 2 :].max())
+    has_bad = bool((cells[len(cells) - num_bad :] > 0).any())
+    return float(sums.max()), gradient, has_bad, bool((sums > limits).any())
 
 
 def levels_of(sums: Floats) -> Floats:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pyscan import _C
 from pyscan.alarms import Event
 from pyscan.first_bad import Orders
 from pyscan.latest import Row
@@ -43,7 +44,7 @@ class Lookout:
         self._arrivals = arrivals
         self._announce = announce
         limits = watch if isinstance(watch, Watch) else Watch()
-        self._rules = RowWatch(sites, limits, self._orders) if watch else None
+        self._rules = RowWatch(sites, limits, self._orders, _C.glance) if watch else None
         self._detail = limits.detail
         self._detail_until = -1
         self._known: Orders | None = None  # as of the first row with gradients

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pyscan import _C, alarms
+from pyscan import alarms
 from pyscan.alarms import Event
 from pyscan.first_bad import Orders, first_bad
 from pyscan.format import ROW_AFTER_CLIP, ROW_SKIPPED
-from pyscan.levels import Bounds, Sites, highest, is_level, levels_of
+from pyscan.levels import Bounds, Glance, Sites, glance, highest, is_level, levels_of
 from pyscan.schema import SiteInfo
 
 Floats = NDArray[np.float64]
@@ -67,10 +67,15 @@ class RowWatch:
     """
 
     def __init__(
-        self, sites: Sequence[SiteInfo], limits: Watch | None = None, orders: Callable[[], Orders] = Orders
+        self,
+        sites: Sequence[SiteInfo],
+        limits: Watch | None = None,
+        orders: Callable[[], Orders] = Orders,
+        look: Glance = glance,
     ) -> None:
         self.limits = limits or Watch()
         self._orders = orders
+        self._look = look
         self._sites = Sites(sites)
         rows, columns = self.limits.patience, len(self._sites.sizes)
         self._bounds = Bounds(
@@ -121,7 +126,7 @@ class RowWatch:
             self._window_step = step
         self._num_rows += 1
         sums, limits, num_bad = self._window[place], self._bounds.largest_sum, 2 * sites.num_all
-        found = _C.glance(cells, sites.starts, sites.num_blocks, num_bad, limits, sums, self._largest, place == 0)
+        found = self._look(cells, sites.starts, sites.num_blocks, num_bad, limits, sums, self._largest, place == 0)
         return sums, *found
 
     def _begins(self, kind: str, is_on: bool) -> bool:

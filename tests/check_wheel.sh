@@ -22,6 +22,8 @@ done
 # The demo's loop is in the wheel; its libraries are an extra.
 "$room/env/bin/python" -c "import pyscan, pathlib; assert (pathlib.Path(pyscan.__file__).parent / 'examples/train.py').exists()"
 ("$room/env/bin/pyscan" demo 2>&1 || true) | grep -F "pip install 'pyscan[demo]'"
+# So is the viewer's page.
+"$room/env/bin/python" -c "from pyscan.viewer.server import page, static; assert b'slider' in page() and static('report.js')"
 # Reading needs numpy alone.
 "$room/env/bin/pip" uninstall -q -y torch triton
 "$room/env/bin/python" -c "import pyscan, sys; assert 'torch' not in sys.modules; print('imports without torch')"

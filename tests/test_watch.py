@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import pyscan
+from pyscan import _C
 from pyscan.first_bad import Orders
+from pyscan.levels import glance
 from pyscan.schema import SiteInfo
 from pyscan.watch import KINDS, RowWatch, Watch
 from tests import families
@@ -366,3 +368,22 @@ def test_healthy_training_of_every_family_raises_no_alarm(name: str) -> None:
 def test_healthy_training_of_every_family_raises_no_alarm_whatever_the_seed(name: str) -> None:
     for seed in range(1, 10):
         healthy(name, seed)
+
+
+@pytest.mark.parametrize("odd", [None, np.nan, 0.0, -1.0, np.inf])
+@pytest.mark.parametrize("place", [0, 5, 11, 13, 15])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_compiled_glance_sees_what_the_definition_sees(odd: float | None, place: int, is_first: bool) -> None:
+    random = np.random.default_rng(0)
+    starts, num_blocks, num_bad = np.array([0, 3, 4, 6, 9, 10]), 12, 4
+    cells = np.concatenate([random.integers(1, 9, num_blocks), np.zeros(num_bad)]).astype(np.float64)
+    if odd is not None:
+        cells[place] = odd
+    limits = np.array([30.0, 9.0, 30.0, 30.0, 9.0, 30.0])
+    found = []
+    for look in (glance, _C.glance):
+        sums, tops = np.empty(6), np.full(num_blocks, 4.0)
+        told = look(cells, starts, num_blocks, num_bad, limits, sums, tops, is_first)
+        found.append((np.array(told, np.float64), sums, tops))
+    for expected, actual in zip(*found, strict=True):
+        np.testing.assert_array_equal(actual, expected)
