@@ -228,9 +228,8 @@ class RankedRun(Run):
                     self.get(channel.name, site.name, steps=slice(start, stop))
         self._compared = stop
 
-    @property
     def token_steps(self) -> list[int]:
-        return self._reference.token_steps
+        return self._reference.token_steps()
 
     def tokens(self, step: int) -> dict[str, Any]:
         """The tokens of the lowest rank; each rank has tokens of its own: `run.ranks[r].tokens(step)`."""
