@@ -56,6 +56,6 @@ def test_tokens(benchmark: Any, who: str) -> None:
     benchmark.group = f"contribution of {TOKENS} tokens to {DEPTH} weights of {WIDTH}x{WIDTH}"
     benchmark.pedantic(run, rounds=15, warmup_rounds=2)
     if who == "tokens":
-        found = np.stack([rows["contribution"][0] for rows in scan.tokens().values() if isinstance(rows, dict)], 1)
+        found = np.stack([rows["contribution"] for rows in scan.tokens().values() if isinstance(rows, dict)], 1)
         scan.close()
         np.testing.assert_allclose(found, torch.tensor(per_token(model, x)).numpy(), 1e-4)
