@@ -252,9 +252,8 @@ class RankedRun(Run):
             self._between.see(self._merger, self.channels, self.sites, self.steps["step"][at:stop], at)
         self._compared = total
 
-    @property
     def token_steps(self) -> list[int]:
-        return self._reference.token_steps
+        return self._reference.token_steps()
 
     def tokens(self, step: int) -> dict[str, Any]:
         """The tokens of the lowest rank; each rank has tokens of its own: `run.ranks[r].tokens(step)`."""

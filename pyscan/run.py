@@ -80,7 +80,6 @@ class Run(ABC):
     def tokens(self, step: int) -> dict[str, Any]:
         """The rows of one step token by token: {"ids": array, site name: {"act", "grad", "contribution"}}."""
 
-    @property
     def token_steps(self) -> list[int]:
         """The steps that `tokens` has rows for."""
         return []

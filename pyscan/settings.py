@@ -93,6 +93,14 @@ def _is(*types: type) -> Callable[[Any], Any]:
     return check
 
 
+def _token_mode(value: Any) -> Any:
+    from pyscan.config import TOKEN_MODES
+
+    if not isinstance(value, bool) and value not in TOKEN_MODES:
+        raise TypeError
+    return value
+
+
 def _patterns(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)):
         return value
@@ -126,6 +134,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "block": (_is(int), "a whole number"),
     "rows": (_is(bool), "true or false"),
     "every": (_is(int), "a whole number"),
+    "tokens": (_token_mode, "true, false, blocks or sequences"),
     "mask": (_is(str), "the name of a keyword of the model's forward"),
     "budget": (_is(float, int), "a share of the step time such as 0.01"),
     "resume": (_is(bool), "true or false"),
@@ -133,6 +142,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "on_event": (_function, "a function as package.module:function"),
     "watch": (_watch, "true, false or a table of limits as pyscan.Watch takes them"),
 }
-_SWITCHES = {"rows", "resume", "watch"}
+_SWITCHES = {"rows", "resume", "watch", "tokens"}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TEXTS = {"path", "include", "exclude", "mask", "on_event"}

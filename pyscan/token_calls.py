@@ -44,6 +44,7 @@ class Call:
     places: Places | None = None  # the token of each row, where a router has chosen them; -1: not known
     ids: Tensor | None = None  # of an embedding
     x: Tensor | None = None  # per sequence only, until the gradient comes
+    g: Tensor | None = None  # until the input comes: the last product of a checkpoint has its gradient before
     problem: str = ""
 
     @property
@@ -65,7 +66,7 @@ class Adder(Protocol):
 
     def meet(self, call: Call, x: Tensor, batch: Batch | None, whole: Tensor) -> None: ...
     def forget(self) -> None: ...
-    def again(self, call: Call, x: Tensor) -> None: ...
+    def again(self, call: Call, x: Tensor, batch: Batch | None) -> None: ...
     def arrive(self, call: Call, g: Tensor, batch: Batch | None) -> None: ...
 
 
@@ -89,7 +90,7 @@ class RowAdder:
     def forget(self) -> None:
         self._last = None
 
-    def again(self, call: Call, x: Tensor) -> None:
+    def again(self, call: Call, x: Tensor, batch: Batch | None) -> None:
         """A recompute: nothing is missing."""
 
     def arrive(self, call: Call, g: Tensor, batch: Batch | None) -> None:
@@ -119,15 +120,15 @@ class SequenceAdder:
         if _graph_task() != -1 or _saved_tensor_hooks(False) is None:
             call.x = x
 
-    def again(self, call: Call, x: Tensor) -> None:
+    def again(self, call: Call, x: Tensor, batch: Batch | None) -> None:
         call.x = x
+        if call.g is not None:
+            self.arrive(call, call.g, batch)
 
     def arrive(self, call: Call, g: Tensor, batch: Batch | None) -> None:
-        x, call.x = call.x, None
-        if call.problem:
-            return
+        x, call.x, call.g = call.x, None, None
         if x is None:
-            call.problem = NO_INPUT
+            call.g = g
             return
         parts, block = self._parts(call, batch) or [], self._width(call.site)
         if call.ids is not None:

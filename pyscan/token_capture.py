@@ -21,7 +21,7 @@ from pyscan.functional import FunctionalCapture
 from pyscan.gradients import make_nothing, nothing
 from pyscan.sites import Site
 from pyscan.token_batch import Batch, read_batch
-from pyscan.token_calls import TWICE, Adder, Call, RowAdder, SequenceAdder
+from pyscan.token_calls import NO_INPUT, TWICE, Adder, Call, RowAdder, SequenceAdder
 from pyscan.token_hooks import watch_call
 from pyscan.token_routing import Routing
 from pyscan.token_step import TokenStep
@@ -87,6 +87,9 @@ class TokenCapture:
     def take(self) -> tuple[list[Call], list[Batch]]:
         """The calls and the batches of the step that ends."""
         taken = self.calls, self.batches
+        for call in self.calls:
+            if call.g is not None:
+                call.problem, call.g = call.problem or NO_INPUT, None
         self.calls, self.batches = [], []
         self._waiting.clear()
         self._first_passes.clear()
@@ -165,7 +168,7 @@ class TokenCapture:
             newest = max(call.batch for call in waiting)
             call = next(call for call in waiting if call.batch == newest)
             waiting.remove(call)
-            self.adder.again(call, _matrix(plain))
+            self.adder.again(call, _matrix(plain), self._batch(call))
 
     def _multiplied(self, site: int, x: Tensor, out: Tensor) -> None:
         plain = to_plain(x)
@@ -253,7 +256,7 @@ class TokenCapture:
             node.register_prehook(arrive)
 
     def _arrived(self, call: Call, batch: Batch | None, g: Tensor | None, rows_of: Rows) -> None:
-        if call.grad is not None:
+        if call.grad is not None or call.g is not None:
             call.problem, call.grad = TWICE, None
         if g is None or call.problem or (plain := to_plain(g)) is None:
             return

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[str, str, Any]] = {
     "block": ("0", "0", 0),
     "rows": ("yes", "true", True),
     "every": ("4", "4", 4),
+    "tokens": ("blocks", '"blocks"', "blocks"),
     "mask": ("attention_mask", '"attention_mask"', "attention_mask"),
     "budget": ("0.01", "0.01", 0.01),
     "resume": ("1", "true", True),

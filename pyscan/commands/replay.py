@@ -30,7 +30,7 @@ def replay_step(run: Run, args: argparse.Namespace, step: int | None) -> int:
     """Print the tokens of a step, or of the last one that has any."""
     from pyscan.replay import replay
 
-    steps = run.token_steps
+    steps = run.token_steps()
     if not steps:
         raise UserError(f"{args.scan} holds no tokens: attach(..., tokens=True) records them")
     step = steps[-1] if step is None else step

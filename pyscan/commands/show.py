@@ -93,7 +93,7 @@ class Show(Verb):
                 print_json({"step": step, "sites": [_record(cell) for cell in [*top, *bottom]], "damage": damage})
             else:
                 _print(run, args, step, top, bottom, cells)
-                if args.step is not None and args.step in run.token_steps:
+                if args.step is not None and args.step in run.token_steps():
                     replay_step(run, args, args.step)
         return 0
 
