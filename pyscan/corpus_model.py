@@ -34,6 +34,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto") -> Loaded:
     place = choose_device(device)
     if Path(name).is_dir():
         _check_directory(Path(name))
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:  # which no name of the hub does
+        raise CorpusError(f"there is no directory {name!r}: name the one that save_pretrained wrote")
     config = _loaded(transformers.AutoConfig, name, "config.json")
     refuse_quantised(name, config)
     tokenizer = _loaded(transformers.AutoTokenizer, name, "the tokenizer")
