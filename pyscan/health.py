@@ -39,8 +39,8 @@ ADVICE = alarms.ADVICE | {
     "init": "give the named weight the scale of its neighbours (a standard deviation of 0.02, or 1/sqrt(inputs)); "
     "pyscan.check_init(model, batch) tests it before the first step",
     "replicas_differ": "ranks that hold the same weight must agree: look for a missing all-reduce or other seeds",
-    "rank_differs": "look at the card, the memory and the batch of this rank; a weight that was changed on one rank alone "
-    "is found by comparing checksums of the weights",
+    "rank_differs": "look at the card, the memory and the batch of this rank; compare checksums of its weights with "
+    "those of the others",
     "rank_nonfinite": "look at the batch and the card of this rank: the others got the value from it",
     "off": "see the text; rows after this step are missing, training itself was not touched",
 }

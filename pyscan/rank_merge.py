@@ -117,8 +117,8 @@ class Merger:
             here = [name for name in names if name in layout.site_index] if plan.pieces else []
             spans = [layout.cells(layout.channel_index[channel.name], layout.site_index[name]) for name in here]
             if all(high - low == 1 for low, high in spans):
-                picked = values[:, [low - plan.first for low, _ in spans]]
-                out[np.ix_(read.rows, [names[name] for name in here])] = picked
+                columns = np.array([names[name] for name in here], np.int64)
+                out[np.ix_(read.rows, columns)] = values[:, [low - plan.first for low, _ in spans]]
                 continue
             for name, (low, high) in zip(here, spans, strict=True):
                 cells = values[:, low - plan.first : high - plan.first]
@@ -294,4 +294,4 @@ class Replicas:
         if rest not in numbers and rule is not None:
             for fact in self._run.ranks.facts.values():
                 numbers.setdefault(_key(fact.last.mesh, rule)[1], len(numbers))
-        return first_cell(site, channel.per, self._run.block), numbers.get(rest, 0)
+        return first_cell(site, channel.per, self._run.block), 0
