@@ -294,4 +294,4 @@ class Replicas:
         if rest not in numbers and rule is not None:
             for fact in self._run.ranks.facts.values():
                 numbers.setdefault(_key(fact.last.mesh, rule)[1], len(numbers))
-        return first_cell(site, channel.per, self._run.block), 0
+        return first_cell(site, channel.per, self._run.block), numbers.get(rest, 0)

@@ -296,6 +296,16 @@ def test_a_run_whose_world_shrinks_and_grows_has_every_step_once_with_the_ranks_
         assert told == [("world_changed", 8, 2), ("world_changed", 13, 3)]
 
 
+def test_rows_a_rank_wrote_before_the_world_changed_do_not_stand_in_for_those_it_has_yet_to_write(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.mscan"
+    write_worlds(path, {0: [(3, range(1, 11)), (2, range(8, 16))], 1: [(3, range(1, 11))], 2: [(3, range(1, 11))]})
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(1, 8))
+        assert [(e["rank"], e["step"]) for e in run.events if e["kind"] == "rank_shorter"] == [(1, 10)]
+
+
 def test_a_rank_that_left_is_neither_missing_nor_shorter(tmp_path: Path) -> None:
     path = tmp_path / "run.mscan"
     parts = [(2, range(1, 11)), (1, range(6, 16))]
