@@ -6,9 +6,12 @@ with what differs between the scan that saved it and the one that goes on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+_RANK = re.compile(r"\.rank\d{5,}(?=\.[^.]+$)")
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,15 @@ class Checkpoint:
             raise ValueError(f"the state of a scan has the key 'step', got {sorted(map(str, state))}: is it another's?")
         return cls(**{key.name: state[key.name] for key in fields(cls) if key.name in state})
 
+    def _of_peer(self, now: Checkpoint) -> bool:
+        """Whether another rank of the same run saved this: each has a file of its own."""
+        saved, own = (_RANK.sub("", path or "") for path in (self.path, now.path))
+        return saved == own and self.path != now.path
+
     def differences(self, now: Checkpoint) -> list[str]:
         """What is not as it was when this was saved, for people."""
         found = []
-        if self.run_id is not None and now.run_id is not None and self.run_id != now.run_id:
+        if self.run_id is not None and now.run_id is not None and self.run_id != now.run_id and not self._of_peer(now):
             found.append(f"{now.path} is not the file that was being written ({self.path}): its rows begin here")
         if self.world != now.world:
             found.append(f"there are {now.world} ranks now and there were {self.world}")

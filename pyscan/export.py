@@ -20,11 +20,13 @@ from pyscan.batching import batches
 from pyscan.codecs import is_absent
 from pyscan.errors import ScanError
 from pyscan.extras import need
+from pyscan.rank_merge import Replicas
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
 
+    from pyscan.ranks import RankedRun
     from pyscan.run import Run
     from pyscan.schema import Channel, SiteInfo
 
@@ -166,6 +168,47 @@ def write_parquet(run: Run, directory: Path, sites: Sequence[SiteInfo] | None = 
                     lines += len(piece.step)
                     tick(lines, total)
     return lines
+
+
+def write_ranks(run: RankedRun, directory: Path, sites: Sequence[SiteInfo] | None = None, tick: Tick = _no_tick) -> int:
+    """Write `rank=R/channel=NAME/steps-FIRST-LAST.parquet`: the lines of every rank by itself.
+
+    `block` counts over the whole weight. Column `replica` numbers the copies of what a line is part of: the lines of
+    replica 0 of a step, site, channel and block, combined by the channel's op, are what the merged run has.
+    """
+    pq = need("pyarrow.parquet", "arrow")
+    pa = need("pyarrow", "arrow")
+    schema = arrow_schema(with_channel=False).append(pa.field("replica", pa.int32()))
+    wanted = {site.name for site in (run.sites if sites is None else sites)}
+    lines = 0
+    directory.mkdir()
+    replicas = Replicas(run)
+    for done, (rank, of_rank) in enumerate(run.ranks.items()):
+        steps = of_rank.steps["step"]
+        own = [site for site in of_rank.sites if site.name in wanted]
+        for channel in of_rank.channels:
+            target = directory / f"rank={rank}" / f"channel={quote(channel.name, safe='')}"
+            target.mkdir(parents=True)
+            for rows in _file_windows(len(steps), own, channel):
+                with pq.ParquetWriter(target / _file_name(steps[rows]), schema, compression="zstd") as out:
+                    for piece in pieces(of_rank, own, [channel], rows):
+                        out.write_batch(_rank_batch(piece, schema, replicas.of(rank, channel, piece.names), run.block))
+                        lines += len(piece.step)
+        tick(done + 1, len(run.ranks))
+    return lines
+
+
+def _rank_batch(piece: Piece, schema: pyarrow.Schema, places: list[tuple[int, int]], block: int) -> pyarrow.RecordBatch:
+    pa = need("pyarrow", "arrow")
+    firsts, replicas = (np.array(column, np.int32)[piece.site] for column in zip(*places, strict=True))
+    columns = [
+        pa.array(piece.step),
+        pa.DictionaryArray.from_arrays(piece.site, pa.array(piece.names, pa.string())),
+        pa.array(piece.block + firsts),
+        pa.array(piece.value),
+        pa.array(replicas),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _num_cells(run: Run, sites: Sequence[SiteInfo]) -> int:

@@ -39,12 +39,15 @@ ADVICE = alarms.ADVICE | {
     "init": "give the named weight the scale of its neighbours (a standard deviation of 0.02, or 1/sqrt(inputs)); "
     "pyscan.check_init(model, batch) tests it before the first step",
     "replicas_differ": "ranks that hold the same weight must agree: look for a missing all-reduce or other seeds",
+    "rank_differs": "look at the card, the memory and the batch of this rank; compare checksums of its weights with "
+    "those of the others",
+    "rank_nonfinite": "look at the batch and the card of this rank: the others got the value from it",
     "off": "see the text; rows after this step are missing, training itself was not touched",
 }
 # Events that are findings by themselves.
-_TOLD = ("nothing_recorded", "init", "replicas_differ", "off")
+_TOLD = ("nothing_recorded", "init", "replicas_differ", "rank_differs", "rank_nonfinite", "off")
 _WORST_FIRST = ["nonfinite", "nothing_recorded", "no_gradient", "quantized", "init", "exploding", "vanishing", "dead"]
-_WORST_FIRST += ["replicas_differ", "off", "spike"]
+_WORST_FIRST += ["rank_nonfinite", "rank_differs", "replicas_differ", "off", "spike"]
 
 
 @dataclass

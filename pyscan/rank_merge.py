@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from pyscan.codecs import Array, Floats
 from pyscan.rank_files import RankFacts, RankFiles, Stretch
 from pyscan.schema import Channel, Layout, Merge, Mesh, SiteInfo
 from pyscan.timeline import gather
+
+if TYPE_CHECKING:
+    from pyscan.ranks import RankedRun
 
 # Replicas may differ by the rounding of one code, 0.27 %; more is a difference.
 _SAME = 0.003
@@ -110,12 +113,16 @@ class Merger:
                 out = found[read.rank] = np.full((stop - start, len(sites)), codecs.ABSENT, np.float32)
             layout = read.stretch.layout
             plan = self._plan(layout, channel, names)
-            values = self._values(read, channel, plan)
-            for name, place in names.items() if plan.pieces else ():
-                if name in layout.site_index:
-                    low, high = layout.cells(layout.channel_index[channel.name], layout.site_index[name])
-                    cells = values[:, low - plan.first : high - plan.first]
-                    out[read.rows, place] = codecs.combine(cells, channel.op, axis=1)
+            values = self._values(read, channel, plan) if plan.pieces else out
+            here = [name for name in names if name in layout.site_index] if plan.pieces else []
+            spans = [layout.cells(layout.channel_index[channel.name], layout.site_index[name]) for name in here]
+            if all(high - low == 1 for low, high in spans):
+                columns = np.array([names[name] for name in here], np.int64)
+                out[np.ix_(read.rows, columns)] = values[:, [low - plan.first for low, _ in spans]]
+                continue
+            for name, (low, high) in zip(here, spans, strict=True):
+                cells = values[:, low - plan.first : high - plan.first]
+                out[read.rows, names[name]] = codecs.combine(cells, channel.op, axis=1)
         yield from found.items()
 
     def _reads(self, start: int, stop: int) -> Iterator[Read]:
@@ -215,7 +222,9 @@ class _Group:
         self._seen = np.zeros(shape, bool)
 
     def add(self, values: Floats, rows: Array, cells: Array) -> None:
-        place = np.ix_(rows, cells)
+        place = _block_of(rows), _block_of(cells)
+        if not any(isinstance(part, slice) for part in place):
+            place = np.ix_(rows, cells)  # type: ignore[assignment]
         there = ~codecs.is_absent(values)
         wide = np.where(there, values, 0.0).astype(np.float64)
         combine: Callable[[Array, Array], Array] = np.maximum if self._op == "max" else np.add
@@ -231,6 +240,13 @@ class _Group:
             total = (np.sqrt(self._total) if self._op == "sumsq" else self._total).astype(np.float32)
         total[~self._seen] = codecs.ABSENT
         return total
+
+
+def _block_of(places: Array) -> slice | Array:
+    """Neighbouring places as a slice, which is a view where an array would be a copy."""
+    if len(places) and int(places[-1]) - int(places[0]) == len(places) - 1 and (np.diff(places) == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 def first_cell(site: SiteInfo, per: str, block: int) -> int:
@@ -256,3 +272,26 @@ def _different(one: Floats, other: Floats) -> tuple[int, int] | None:
         return None
     row, cell = np.argwhere(~same)[0]
     return int(row), int(cell)
+
+
+class Replicas:
+    """Which copy of a cell each rank holds a part of: the groups of a rule, numbered by their lowest rank."""
+
+    def __init__(self, run: RankedRun) -> None:
+        self._run = run
+        self._numbers: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
+
+    def of(self, rank: int, channel: Channel, names: list[str]) -> list[tuple[int, int]]:
+        """Per site the first block of the rank's part, and the number of the copy it belongs to."""
+        stretch = self._run.ranks.facts[rank].last
+        sites = {site.name: site for site in stretch.layout.schema.sites}
+        return [self._one(stretch.mesh, channel, sites[name]) for name in names]
+
+    def _one(self, mesh: Mesh | None, channel: Channel, site: SiteInfo) -> tuple[int, int]:
+        rule = site.merge.get(channel.name)
+        over, rest = _key(mesh, rule)
+        numbers = self._numbers.setdefault(over, {})
+        if rest not in numbers and rule is not None:
+            for fact in self._run.ranks.facts.values():
+                numbers.setdefault(_key(fact.last.mesh, rule)[1], len(numbers))
+        return first_cell(site, channel.per, self._run.block), numbers.get(rest, 0)

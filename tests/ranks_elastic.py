@@ -21,7 +21,12 @@ import pyscan
 def main() -> None:
     out, last_step = Path(sys.argv[1]), int(sys.argv[2])
     kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    dist.init_process_group("gloo")
+    environment = os.environ
+    attempt = (
+        f"{environment['MASTER_PORT']}-{environment['TORCHELASTIC_RESTART_COUNT']}"  # meets no one of the last one
+    )
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{out}/store-{attempt}", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 3))
     ddp = DistributedDataParallel(model)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pyscan
-from pyscan import codecs
+from pyscan import cli, codecs, rank_files
 from pyscan.check import check
 from pyscan.ranks import rank_path
 from pyscan.schema import Channel, Merge, Mesh, Schema
@@ -232,3 +232,125 @@ def test_codes_of_a_merged_run_are_the_merged_values_in_the_codec_of_the_channel
     codes = run.codes("act", "a")
     assert codes.dtype == np.int16
     assert np.array_equal(codes, codecs.encode(run.act("a", blocks=True), "log2q8"))
+
+
+def export_parquet(path: Path, table: Path) -> None:
+    assert cli.main(["export", str(path), "--to", "parquet", "-o", str(table)]) == 0
+
+
+def test_an_export_by_rank_gives_the_numbers_of_the_merged_run_in_duckdb_and_dask(tmp_path: Path) -> None:
+    from examples import ranks_dask, ranks_duckdb
+
+    path = tmp_path / "run.mscan"
+    write_hybrid(path)
+    export_parquet(path, tmp_path / "table")
+    names = sorted(str(p.relative_to(tmp_path / "table")) for p in (tmp_path / "table").glob("*/channel=act/*"))
+    assert names == [f"rank={rank}/channel=act/steps-000000000001-000000000070.parquet" for rank in range(4)]
+    with pyscan.open(path) as run:
+        want = {(c, "a.weight", s): v for c in ("act", "grad") for s, v in enumerate(run.get(c, "a"), start=1)}
+    by_sql = {(channel, name, step): norm for channel, name, step, norm in ranks_duckdb.norms(str(tmp_path / "table"))}
+    by_dask = ranks_dask.norms(str(tmp_path / "table")).to_dict()
+    for found in (by_sql, by_dask):
+        assert sorted(found) == sorted(want)
+        assert all(abs(found[key] - value) <= 1e-6 * value for key, value in want.items())
+
+
+def test_a_missing_rank_is_named_by_info_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.mscan"
+    write_ddp(path, skip=(1,))
+    assert cli.main(["info", str(path)]) == 0
+    assert "missing: 1" in capsys.readouterr().out
+    assert cli.main(["merge", str(path), "-o", str(tmp_path / "whole.mscan")]) == 0
+    told = capsys.readouterr()
+    assert "rank missing: rank 1, no file" in told.out + told.err
+    with pyscan.open(tmp_path / "whole.mscan") as run:
+        assert [(e["kind"], e["rank"]) for e in run.events if e["kind"] == "rank_missing"] == [("rank_missing", 1)]
+
+
+def write_worlds(path: Path, stretches: dict[int, list[tuple[int, range]]]) -> None:
+    """Per rank its stretches of (world, steps); each but the first begins with a resume."""
+    for rank, parts in stretches.items():
+        for number, (world, steps) in enumerate(parts):
+            mesh, rules = ddp(rank, world)
+            schema = Schema("m", CHANNELS, (site("a.weight", 1, merge=rules),), rank=rank, world=world, mesh=mesh)
+            if number == 0:
+                builder = Builder(schema, run_id=bytes([rank] * 16))
+            else:
+                builder.writer.schema(schema)
+            cells = [codecs.encode(np.full((1, len(steps)), 2.0), channel.codec) for channel in CHANNELS]
+            builder.writer.steps(make_rows(steps, resumed=number > 0), cells)
+        builder.save(Path(rank_path(str(path), rank)))
+
+
+def test_a_run_whose_world_shrinks_and_grows_has_every_step_once_with_the_ranks_it_had(tmp_path: Path) -> None:
+    """Three ranks to step 10; two from step 8 to 15; three again from step 13: rank 2 still has its steps 8 to 10."""
+    path = tmp_path / "run.mscan"
+    both = [(3, range(1, 11)), (2, range(8, 16)), (3, range(13, 21))]
+    write_worlds(path, {0: both, 1: both, 2: [(3, range(1, 11)), (3, range(13, 21))]})
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(1, 21))
+        assert (run.world, run.missing_ranks) == (3, ())
+        ranks_per_step = np.rint((run.act("a") / 2.0) ** 2).astype(int).tolist()
+        assert ranks_per_step == [3] * 7 + [2] * 5 + [3] * 8
+        told = [(e["kind"], e["step"], e.get("world")) for e in run.events if e["kind"].startswith(("world", "rank_s"))]
+        assert told == [("world_changed", 8, 2), ("world_changed", 13, 3)]
+
+
+def test_rows_a_rank_wrote_before_the_world_changed_do_not_stand_in_for_those_it_has_yet_to_write(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.mscan"
+    write_worlds(path, {0: [(3, range(1, 11)), (2, range(8, 16))], 1: [(3, range(1, 11))], 2: [(3, range(1, 11))]})
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(1, 8))
+        assert [(e["rank"], e["step"]) for e in run.events if e["kind"] == "rank_shorter"] == [(1, 10)]
+
+
+def test_a_rank_that_left_is_neither_missing_nor_shorter(tmp_path: Path) -> None:
+    path = tmp_path / "run.mscan"
+    parts = [(2, range(1, 11)), (1, range(6, 16))]
+    write_worlds(path, {0: parts, 1: parts[:1]})
+    with pyscan.open(path) as run:
+        assert run.steps["step"].tolist() == list(range(1, 16))
+        assert (run.world, run.missing_ranks) == (1, ())
+        assert [e["kind"] for e in run.events if e["kind"] in ("rank_missing", "rank_shorter", "rank_late")] == []
+
+
+def test_the_first_rank_with_a_bad_value_is_named(tmp_path: Path) -> None:
+    path, steps = tmp_path / "run.mscan", range(1, 11)
+    for rank in range(3):
+        mesh, rules = ddp(rank, 3)
+        values = {name: np.ones((2, 10)) for name in ("act", "grad", "act_max")} | {"act_bad": np.zeros((2, 10))}
+        values["act_bad"][1, 6 if rank == 2 else 8] = 4
+        sites = [site("a.weight", 1, merge=rules), site("b.weight", 1, merge=rules)]
+        write_rank(path, rank, 3, sites, values, steps, mesh=mesh)
+    with pyscan.open(path) as run:
+        told = [e for e in run.events if e["kind"] == "rank_nonfinite"]
+    assert [(e["step"], e["rank"], e["site"], e["also"]) for e in told] == [(7, 2, "b.weight", [])]
+
+
+def test_a_rank_that_goes_another_way_is_named_and_healthy_ranks_are_not(tmp_path: Path) -> None:
+    rng, steps = np.random.default_rng(0), range(1, 81)
+    bias = np.exp2(rng.normal(0, 2, (4, 2, 1)))  # what is different about a rank all the time
+    acts = bias * np.exp2(rng.normal(0, 0.03, (4, 2, 80)))
+    for name, factor in (("healthy", 1.0), ("broken", 4.0)):
+        acts[3, 1, 40] *= factor
+        for rank in range(4):
+            mesh, rules = ddp(rank, 4)
+            values = {"act": acts[rank], "act_max": acts[rank], "grad": np.ones((2, 80)), "act_bad": np.zeros((2, 80))}
+            sites = [site("a.weight", 1, merge=rules), site("b.weight", 1, merge=rules)]
+            write_rank(tmp_path / f"{name}.mscan", rank, 4, sites, values, steps, mesh=mesh)
+    with pyscan.open(tmp_path / "healthy.mscan") as run:
+        assert [e for e in run.events if e["kind"] == "rank_differs" and e["step"] > 1] == []
+    with pyscan.open(tmp_path / "broken.mscan") as run:
+        told = [e for e in run.events if e["kind"] == "rank_differs" and e["step"] > 1]
+    assert [(e["step"], e["rank"], e["site"]) for e in told[:1]] == [(41, 3, "b.weight")]
+
+
+def test_more_ranks_than_may_be_open_are_read_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_files, "OPEN_FILES", 2)
+    written = write_ddp(tmp_path / "run.mscan", world=7)
+    with pyscan.open(tmp_path / "run.mscan") as run:
+        act = np.sqrt(sum(decoded(v["act"][2:]) ** 2 for v in written)).T
+        assert np.array_equal(run.act("b", blocks=True), act.astype(np.float32))
+        assert len(run.ranks._open) == 2

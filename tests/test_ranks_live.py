@@ -1,4 +1,4 @@
-"""Ranks that train together, under torchrun with gloo: the merged rows are those of one process with the whole batch."""
+"""Ranks that train together, under torchrun with gloo: merged, their rows are those of one process with all rows."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def assert_whole(result: dict[str, Any], *, unreduced: tuple[str, ...] = ()) -> 
     """The rows of all ranks are those of one process, in memory and in the file, and nothing else has changed."""
     assert "error" not in result, result["error"]
     assert result["identical"], "losses or weights differ from those without the scanner"
-    assert result["same_collectives"] and result["collectives"] > 0
+    assert result["same_collectives"]
+    assert result["collectives"] > 0
     assert {event["kind"] for event in result["events"]} <= ({"note"} if unreduced else set())
-    assert result["sites"] == SITES and result["steps"] == [1, 2, 3]
-    assert result["late"] == 0 and result["num_rows"] == 3
-    assert result["damage"] == [] and "off" not in result["kinds"]
+    assert (result["sites"], result["steps"]) == (SITES, [1, 2, 3])
+    assert (result["late"], result["num_rows"], result["damage"]) == (0, 3, [])
+    assert "off" not in result["kinds"]
     places = [
         f"{c}/{s}" for s in SITES for c in ("act", "grad", "grad_out", "act_max", "grad_max", "act_bad", "grad_bad")
     ]
@@ -94,7 +95,7 @@ def test_in_mixed_precision_a_rank_records_its_own_input_and_its_own_part_of_the
     two_slow: dict[str, Any],
 ) -> None:
     result = two_slow["fsdp_bf16"]
-    assert result["identical"] and result["same_collectives"] and result["events"] == []
+    assert (result["identical"], result["same_collectives"], result["events"]) == (True, True, [])
     assert result["own"] < 1e-5
 
 
@@ -109,8 +110,9 @@ def test_a_rank_with_a_corrupted_weight_is_named_at_the_step_it_happens(four: tu
 
 @pytest.mark.slow
 def test_a_job_whose_worker_is_killed_goes_on_with_every_step_once(tmp_path: Path) -> None:
-    done = torchrun(2, "tests.ranks_elastic", str(tmp_path), "40", "27", restarts=1)
-    assert done.returncode == 0 and (tmp_path / "killed").exists(), done.stderr[-3000:]
+    done = torchrun(2, "tests.ranks_elastic", str(tmp_path), "40", "27", restarts=3)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert (tmp_path / "killed").exists()
     path = tmp_path / "run.mscan"
     assert check(path) == []
     with pyscan.open(path) as run:

@@ -33,7 +33,9 @@ class Export(Verb):
     """Write a scan as Parquet, CSV, an older scan, or for a dashboard.
 
     parquet      a directory that DuckDB, Polars and Spark read as one table
-                 with the columns step, site, channel, block, value
+                 with the columns step, site, channel, block, value; of many
+                 ranks each by itself, with the columns rank and replica (the
+                 lines of replica 0 make up the whole)
     csv          the same lines as text; -o - writes to standard output
     mscan1       the older .mscan file, version 1.1
     tensorboard  a log directory: curves of input and gradient norm of every
@@ -147,16 +149,21 @@ def _to_csv(run: Run, sites: list[SiteInfo], output: Path) -> int:
 
 def _to_parquet(run: Run, sites: list[SiteInfo], output: Path) -> int:
     from pyscan import export, tables
+    from pyscan.ranks import RankedRun
 
     if output.exists() and not _is_data_set(output):
         raise UserError(f"{output} is not a Parquet export, so --force does not replace it: name another output")
     with finished(output) as part, tables.progress("Writing") as tick:
+        if isinstance(run, RankedRun):
+            return export.write_ranks(run, part, sites, tick)
         return export.write_parquet(run, part, sites, tick)
 
 
 def _is_data_set(path: Path) -> bool:
     """Whether the path is a directory that holds nothing but what a Parquet export writes."""
-    return _holds_only(path, "channel=") and all(entry.is_dir() for entry in path.iterdir())
+    return (_holds_only(path, "channel=") or _holds_only(path, "rank=")) and all(
+        entry.is_dir() for entry in path.iterdir()
+    )
 
 
 def _holds_only(path: Path, beginning: str) -> bool:

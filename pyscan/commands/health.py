@@ -17,6 +17,8 @@ _TITLES = {
     "no_gradient": "no gradient",
     "quantized": "quantised weights",
     "replicas_differ": "replicas differ",
+    "rank_differs": "a rank differs",
+    "rank_nonfinite": "first rank not finite",
     "off": "scanner off",
 }
 

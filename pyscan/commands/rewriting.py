@@ -6,9 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pyscan.commands.base import Verb, add_output, add_scan, finished, new_output, open_run, require_scan
+
+_OF_RANKS = ("rank_missing", "rank_shorter", "rank_late")
+
+
+def _since(event: dict[str, Any]) -> str:
+    return str(event.get("reason") or f"step {event['step']:,}")
 
 
 class Rewrite(Protocol):
@@ -44,4 +50,7 @@ def rewrite_scan(rewrite: Rewrite, args: argparse.Namespace) -> None:
     Path(f"{output}.tail").unlink(missing_ok=True)
     with open_run(output) as run:
         rows = text.plural(len(run.steps), "row")
+        told = [event for event in run.events if event["kind"] in _OF_RANKS]
+    for event in told:
+        print(f"{event['kind'].replace('_', ' ')}: rank {event.get('rank')}, {_since(event)}", file=sys.stderr)
     print(f"{output}: {rows}, {text.size(output.stat().st_size)}", file=sys.stderr)
