@@ -43,7 +43,7 @@ test-all: build wheel sanitize check-gpu bench-gate  ## Every promise, also thos
 check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load width, spills, registers, instructions
 	$(BIN)/python -m tests.gpu.check_compiled
 
-bench: build  ## Benchmarks, with timing, ours beside a rival; half an hour with bench-training and bench-growth
+bench: build  ## Benchmarks, with timing, ours beside a rival; with bench-training and bench-growth
 	$(PYTEST) benchmarks --benchmark-enable --benchmark-only -s
 	$(MAKE) bench-training bench-growth
 
