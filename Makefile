@@ -56,7 +56,7 @@ notebook: build  ## Run the example notebook anew, with its output
 check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load width, spills, registers, instructions
 	$(BIN)/python -m tests.gpu.check_compiled
 
-bench: build  ## Benchmarks, with timing, ours beside a rival; half an hour with bench-training and bench-growth
+bench: build  ## Benchmarks, with timing, ours beside a rival; with bench-training and bench-growth
 	$(PYTEST) benchmarks --benchmark-enable --benchmark-only -s
 	$(MAKE) bench-training bench-growth
 
