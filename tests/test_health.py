@@ -221,7 +221,8 @@ def test_ranks_are_judged_together(tmp_path: Path) -> None:
         cells["act_bad"][2:, 30] = rank
         mesh = Mesh(("dp",), (2,), (rank,))
         write(tmp_path / f"run.rank0000{rank}.mscan", cells, rank=rank, world=2, mesh=mesh, merge=merge)
-    assert found(tmp_path / "run.mscan") == [("nonfinite", 31, "layers.0.down.weight")]
+    first = 31, "layers.0.down.weight"
+    assert found(tmp_path / "run.mscan") == [("nonfinite", *first), ("rank_nonfinite", *first)]
     (tmp_path / "run.rank00001.mscan").unlink()
     verdict = judge(tmp_path / "run.mscan")
     assert verdict.findings == [], "the bad value was on the rank that is missing"
