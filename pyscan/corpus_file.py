@@ -100,7 +100,7 @@ class CorpusFile:
             self._told = {event["step"] for event in run.events if event["kind"] == "sequence"}
             if settings.get("tokens"):
                 no_tokens = {event["step"] for event in run.events if event["kind"] == "no_targets"}
-                self._told &= no_tokens.union(run.token_steps())  # type: ignore[attr-defined]
+                self._told &= no_tokens.union(run.token_steps())
 
     def close(self) -> None:
         self._writer.close()

@@ -253,7 +253,7 @@ class RankedRun(Run):
         self._compared = total
 
     def token_steps(self) -> list[int]:
-        return self._reference.token_steps()
+        return self.ranks[self._lead.rank].token_steps()
 
     def tokens(self, step: int) -> dict[str, Any]:
         """The tokens of the lowest rank; each rank has tokens of its own: `run.ranks[r].tokens(step)`."""
