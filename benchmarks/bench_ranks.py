@@ -1,7 +1,7 @@
 """Merging the files of many ranks: time and memory against the number of ranks and of steps.
 
 `pytest benchmarks/bench_ranks.py --benchmark-enable -s` prints both for 64, 256 and 1,024 ranks of a model with 200
-sites, as does `python benchmarks/bench_ranks.py [ranks ...]`. There are 64 files; ranks beyond are hard links to them,
+sites, as does `python -m benchmarks.bench_ranks [ranks ...]`. There are 64 files; ranks beyond are hard links to them,
 which the reader is told to take for files of their own.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.memory import peak_bytes
 from pyscan import format as fmt
 from pyscan import ranks
 from pyscan.frame_writer import FrameWriter
@@ -29,6 +29,7 @@ from pyscan.schema import Channel, Merge, Mesh, Schema, SiteInfo
 from pyscan.source import PathSource
 from pyscan.version2 import FileRun
 
+ROOT = Path(__file__).parent.parent
 NUM_FILES, NUM_SITES, NUM_STEPS = 64, 200, 1000
 CHANNELS = (
     Channel("act"),
@@ -94,22 +95,22 @@ def measure(path: Path, num_ranks: int) -> dict[str, float]:
     LinkedFiles.world = num_ranks
     ranks.RankFiles = LinkedFiles  # type: ignore[misc]
     start = time.perf_counter()
-    run = ranks.RankedRun(str(path))
+    run = ranks.open_ranks(str(path))
     opened = time.perf_counter()
     run.act("layers.7.proj")
     read = time.perf_counter()
     run.close()
     merge(path, path.with_name(f"whole{num_ranks}.mscan"))
     end = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
     return {"open": opened - start, "site": read - opened, "merge": end - read, "peak_bytes": peak}
 
 
 def measure_apart(folder: Path, num_ranks: int, num_steps: int) -> dict[str, float]:
     """The same in a process of its own, whose memory is that of this run alone."""
     path = make_run(folder, num_ranks, num_steps)
-    command = [sys.executable, __file__, "--measure", str(path), str(num_ranks)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.bench_ranks", "--measure", str(path), str(num_ranks)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

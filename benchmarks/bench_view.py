@@ -83,12 +83,12 @@ def test_history_of_a_cell(benchmark: Any, viewer: Viewer) -> None:
 
 def report(scan: Path, output: Path) -> tuple[float, int]:
     """Seconds and peak memory of `pyscan report` in a process of its own."""
-    code = "import sys, resource; from pyscan.cli import main; status = main(sys.argv[1:]); "
-    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+    code = "import sys; from benchmarks.memory import peak_bytes; from pyscan.cli import main; "
+    code += "status = main(sys.argv[1:]); print(peak_bytes()); sys.exit(status)"
     command = [sys.executable, "-c", code, "report", str(scan), "-o", str(output), "--force"]
     started = time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return time.perf_counter() - started, 1024 * int(done.stdout.split()[-1])
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    return time.perf_counter() - started, int(done.stdout.split()[-1])
 
 
 def check_report(scan: Path, output: Path) -> tuple[float, int]:

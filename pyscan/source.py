@@ -9,6 +9,9 @@ from typing import Protocol
 
 from pyscan.frames import Buffer, map_file
 
+# A writer empties its tail once in 64 rows; a reader that is as slow as that takes what it gets.
+_TAIL_READS = 16
+
 
 class Source(Protocol):
     """Where the bytes come from."""
@@ -31,12 +34,25 @@ class PathSource:
         self.close = weakref.finalize(self, os.close, self._fileno)  # at the latest when nobody holds the run any more
 
     def load(self) -> tuple[bytes, Buffer]:
+        return self._settled_tail(), map_file(self._fileno)
+
+    def _settled_tail(self) -> bytes:
+        """The tail as it was at one moment. One that was emptied and filled anew while it was read is half old and half
+        new, which shows when it is read again: a tail that only grew begins with what was read before."""
+        rows = self._read_tail()
+        for _ in range(_TAIL_READS):
+            again = self._read_tail()
+            if again.startswith(rows):
+                break
+            rows = again
+        return rows
+
+    def _read_tail(self) -> bytes:
         try:
             with open(f"{self.path}.tail", "rb") as tail:
-                rows = tail.read()
+                return tail.read()
         except FileNotFoundError:
-            rows = b""
-        return rows, map_file(self._fileno)
+            return b""
 
 
 class BufferSource:

@@ -146,8 +146,8 @@ def test_watch_follows_a_run_on_a_terminal_in_colour(tmp_path: Path) -> None:
         writer.write(1, cells, loss=3.0)
         writer.flush()
         environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "100", "LINES": "40"}
-        command = [sys.executable, "-m", "pyscan", "show", str(path), "--watch"]
-        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        command = [sys.executable, "-m", "pyscan", "show", path.name, "--watch"]
+        process = subprocess.Popen(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         try:
             assert "step 1 · loss 3.000" in read_until(ours, "48;2;")
             writer.write(2, cells, loss=2.5)

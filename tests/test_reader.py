@@ -17,6 +17,7 @@ from pyscan import format as fmt
 from pyscan.frames import ScanFile
 from pyscan.reader import open_buffer
 from pyscan.schema import Channel, Schema
+from pyscan.source import PathSource
 from tests.make_scan import Builder, expected, make_cells, make_rows, make_schema, site
 
 FIRST, SECOND = "model.layers.0.proj.weight", "model.layers.1.proj.weight"
@@ -305,6 +306,16 @@ def test_a_run_that_is_still_written_is_followed_without_missing_or_doubling_a_r
     run.refresh()
     assert_holds(run, writer.builder.schema, list(range(1, 64 * 30 + 1)))
     assert run.damage == []
+
+
+def test_a_tail_that_was_emptied_while_it_was_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Builder(make_schema((2,))).steps([1, 2]).save(tmp_path / "run.mscan")
+    source = PathSource(str(path))
+    reads = iter([b"old|new2|new3", b"new1|new2|new3", b"new1|new2|new3|new4"])
+    monkeypatch.setattr(source, "_read_tail", lambda: next(reads))
+    assert source.load()[0] == b"new1|new2|new3"
 
 
 @pytest.mark.parametrize("pers", [("block", "site"), ("site", "block")])

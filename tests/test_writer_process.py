@@ -76,10 +76,12 @@ def test_a_row_that_finds_a_slot_within_20_ms_is_not_dropped(tmp_path: Path) -> 
 
 def test_waiting_messages_take_bounded_memory(tmp_path: Path) -> None:
     with Writer(tmp_path / "run.mscan", make_schema(), flush_seconds=1000, fsync="never") as writer:
-        assert writer.tokens(1, bytes(40_000_000))
-        assert not writer.tokens(2, bytes(40_000_000))
+        assert not writer.tokens(1, bytes(70_000_000))  # the bound is 64 MiB
+        assert writer.tokens(2, bytes(40_000_000))
+        accepted = [writer.tokens(step, bytes(7_000_000)) for step in range(3, 203)]  # far faster than any disk
+        assert not all(accepted)
         writer.flush()
-        assert writer.tokens(3, bytes(40_000_000))
+        assert writer.tokens(203, bytes(40_000_000))
         assert writer.error is None
 
 

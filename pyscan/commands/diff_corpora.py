@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pyscan.commands.base import UserError, print_json
 
 if TYPE_CHECKING:
@@ -110,4 +108,6 @@ def _row(cell: Cell) -> list[str]:
 
 
 def _tokens(run: Run) -> float:
+    import numpy as np
+
     return float(np.median(run.steps["tokens"]))

@@ -41,13 +41,14 @@ def token_steps(run: Run) -> list[int]:
 
 def _of_step(run: Run, step: int, site: int, channel: str, tokenizer: Any) -> dict[str, Any]:
     given = run.tokens(step)
-    ids = given.pop("ids")
-    names = [name for name, channels in given.items() if "grad" in channels or channel in channels]
+    ids = given["ids"]
+    sites = {name: given[name] for name in (site.name for site in run.sites) if name in given}
+    names = [name for name, channels in sites.items() if "grad" in channels or channel in channels]
     if not names:
         raise BadRequestError(f"the tokens of step {step} have no {channel}")
     wanted = run.sites[site].name if site >= 0 else ""
     name = wanted if wanted in names else names[0]
-    values = _per_token(np.asarray(given[name][channel], np.float32), ids)[:_MAX_TOKENS]
+    values = _per_token(np.asarray(sites[name][channel], np.float32), ids)[:_MAX_TOKENS]
     is_each = ids is not None and np.size(ids) >= len(values)
     flat = np.asarray(ids).reshape(-1)[: len(values)].tolist() if is_each else None
     return {
