@@ -74,7 +74,7 @@ def test_compiled_layer_by_layer_shares_graphs_as_without_the_scanner() -> None:
         model = llama(num_hidden_layers=10).model.train()
         want = oracle(model, (1,))
         for layer in model.model.layers:
-            layer.compile(backend="eager")
+            layer.compile(backend="aot_eager")
         scan = pyscan.attach(model) if scanned else None
         model(**batch(1)).loss.backward()
         graphs.append(num_graphs())

@@ -178,17 +178,17 @@ def test_names_of_any_script_survive(tmp_path: Path) -> None:
     assert dec.decode(path).schemas == [as_json(schema)]
 
 
-def test_200_000_sites_are_written_in_reasonable_time(tmp_path: Path) -> None:
-    sites = (SiteInfo(f"layers.{i}.weight", "linear", (8, 64), "float32", 1) for i in range(200_000))
+def test_a_million_sites_are_written_in_reasonable_time(tmp_path: Path) -> None:
+    sites = (SiteInfo(f"layers.{i}.weight", "linear", (8, 64), "float32", 1) for i in range(1_000_000))
     schema = Schema("wide", (Channel("act"),), tuple(sites))
     start = time.monotonic()
     with Writer(tmp_path / "run.mscan", schema, fsync="never") as writer:
         for step in range(3):
-            assert writer.write(step, np.full(200_000, 4.0))
+            assert writer.write(step, np.full(1_000_000, 4.0))
             writer.flush()
     seconds = time.monotonic() - start
     decoded = dec.decode(tmp_path / "run.mscan")
-    assert len(decoded.schemas[0]["sites"]) == 200_000
+    assert len(decoded.schemas[0]["sites"]) == 1_000_000
     assert all((row["cells"][0] == 256).all() for row in decoded.rows.values())
     assert seconds < 20
 
