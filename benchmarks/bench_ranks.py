@@ -47,7 +47,7 @@ class LinkedFiles(RankFiles):
     world = NUM_FILES
 
     def _load(self, rank: int) -> FileRun:
-        return FileRun(PathSource(self._names[rank]))
+        return FileRun(PathSource(self._names[rank]), self._read_layout)
 
     def _describe(self, rank: int, run: FileRun, mark: tuple[int, ...]) -> RankFacts:
         facts = super()._describe(rank, run, mark)

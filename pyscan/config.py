@@ -10,6 +10,7 @@ from pyscan.watch import Watch
 
 Event = dict[str, Any]
 TOKEN_MODES = ("blocks", "sequences")  # beside True
+LIVE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class ScanConfig:
     on_event: Callable[[Event], None] | None = None
     watch: Watch | bool = True
     tokens: bool | str = False
+    live: bool | float = False
+
+    @property
+    def live_seconds(self) -> float:
+        """How often the files of all ranks are merged for rank 0; 0: not at all."""
+        return LIVE_SECONDS if self.live is True else float(self.live)
 
     def __post_init__(self) -> None:
         for name, least in (("block", 0), ("every", 1)):
@@ -43,5 +50,7 @@ class ScanConfig:
         if not isinstance(self.tokens, bool) and self.tokens not in TOKEN_MODES:
             modes = ", ".join(map(repr, TOKEN_MODES))
             raise ValueError(f"tokens must be False, True or one of {modes}, got {self.tokens!r}")
+        if not isinstance(self.live, bool | int | float) or (self.live is not False and not self.live > 0):
+            raise ValueError(f"live must be True, False or a number of seconds, got {self.live!r}")
         if not isinstance(self.watch, Watch | bool):
             raise TypeError(f"watch must be True, False or a pyscan.Watch, got {type(self.watch).__name__}")

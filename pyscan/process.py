@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,3 +36,15 @@ def own_path(path: Path, *, resume: bool = False) -> Path:
             if old.exists():
                 old.rename(new)
     return own
+
+
+def start_live(path: str | Path | None, seconds: float) -> Callable[[], None]:
+    """On rank 0 of several, keep the files of all ranks merged beside the training; what ends it."""
+    rank, world = rank_and_world()
+    if path is None or not seconds or rank or world == 1:
+        return lambda: None
+    from pyscan import live_merge
+
+    process = live_merge.start(path, seconds)
+    assert process.stdin is not None
+    return process.stdin.close

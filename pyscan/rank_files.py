@@ -13,6 +13,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from pyscan.codecs import Array
 from pyscan.errors import ScanError, ScanFormatError
 from pyscan.schema import Layout, Mesh
 from pyscan.source import PathSource
-from pyscan.version2 import FileRun
+from pyscan.version2 import FileRun, read_layout
 
 # Maps and descriptors at a time, far below the 1,024 that a process usually may have.
 OPEN_FILES = 64
@@ -78,7 +79,8 @@ class RankFiles(Mapping[int, FileRun]):
         self.unreadable: dict[int, str] = {}
         self._names: dict[int, str] = {}
         self._open: OrderedDict[int, FileRun] = OrderedDict()
-        self._layouts: list[Layout] = []  # recently met; files with the same cells share one
+        self._layouts: dict[bytes, Layout] = {}  # by the digest of the schema, so that none is parsed twice
+        self._recent: list[Layout] = []  # files with the same cells share one
         self._columns: dict[bytes, Array] = {}
         self.refresh()
 
@@ -127,7 +129,7 @@ class RankFiles(Mapping[int, FileRun]):
         return True
 
     def _load(self, rank: int) -> FileRun:
-        run = FileRun(PathSource(self._names[rank]))
+        run = FileRun(PathSource(self._names[rank]), self._read_layout)
         if run.rank != rank:
             run.close()
             raise ScanFormatError(f"the file says it is of rank {run.rank}")
@@ -160,11 +162,18 @@ class RankFiles(Mapping[int, FileRun]):
         for start, stop, layout in merged:
             yield Stretch(start, stop, self._interned(layout), layout.schema.world, layout.schema.mesh)
 
+    def _read_layout(self, payload: bytes) -> Layout:
+        digest = blake2b(payload, digest_size=16).digest()
+        if digest not in self._layouts:
+            layout = read_layout(payload)
+            self._layouts[digest] = self._interned(layout).with_schema(layout.schema)
+        return self._layouts[digest]
+
     def _interned(self, layout: Layout) -> Layout:
-        for known in self._layouts:
+        for known in self._recent:
             if known.schema.sites == layout.schema.sites and known.schema.channels == layout.schema.channels:
                 return known
-        self._layouts = [layout, *self._layouts[:3]]
+        self._recent = [layout, *self._recent[:3]]
         return layout
 
     def _shared(self, column: Array) -> Array:

@@ -71,6 +71,10 @@ class ListedRun(RankedRun):
         """A rank that has fewer rows is nothing to tell: the last sequences belong to somebody."""
         return (event for event in super()._rank_events() if event["kind"] == "rank_missing")
 
+    def merged(self, start: int = 0) -> Iterator[tuple[int, int, list[Floats]]]:
+        for at, stop in self._windows(start):
+            yield at, stop, [self._all_cells(channel, at, stop).T for channel in self.channels]
+
     def _compare(self) -> None:
         """No two ranks have the same row."""
 

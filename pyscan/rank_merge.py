@@ -1,40 +1,37 @@
 """Cells of many ranks to those of the whole model, rank after rank, in memory that does not grow with their number.
 
 `Merger` receives the facts of the ranks and which row of each is which step; it hands on merged values for some sites
-of a channel and some steps. Ranks that are copies of each other are merged one after the other and compared.
+of some channels and some steps. Each rank's file is read once for all of them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from pyscan import codecs
 from pyscan.codecs import Array, Floats
 from pyscan.rank_files import RankFacts, RankFiles, Stretch
+from pyscan.rank_table import Key, Places, Table, as_slice, group_key
 from pyscan.schema import Channel, Layout, Merge, Mesh, SiteInfo
 from pyscan.timeline import gather
 
 if TYPE_CHECKING:
     from pyscan.ranks import RankedRun
 
-# Replicas may differ by the rounding of one code, 0.27 %; more is a difference.
-_SAME = 0.003
 ABSENT_PLACE = -1
-
-Key = tuple[tuple[str, ...], tuple[int, ...]]  # dimensions combined over, and coordinates in the others
+_NUM_PLANS = 8192  # kept at a time; ranks with the same part of the model share theirs
 
 
 class Piece(NamedTuple):
-    """Cells of one rank that follow one rule: their places in the rank's channel, and among the cells asked for."""
+    """Cells of one rank that follow one rule: their places in what is read of it, and among the cells asked for."""
 
     rule: Merge | None
-    local: Array
-    whole: Array
+    local: Places
+    whole: Places
 
 
 class Plan(NamedTuple):
@@ -43,6 +40,8 @@ class Plan(NamedTuple):
     first: int
     stop: int
     pieces: list[Piece]
+    sites: Places  # those of the sites asked for that the rank has a part of
+    spans: Array  # the cells of each in what is read, [first, stop)
 
 
 class Read(NamedTuple):
@@ -50,17 +49,17 @@ class Read(NamedTuple):
 
     rank: int
     stretch: Stretch
-    rows: Array
+    rows: Places
     places: Array
 
 
-@dataclass
-class Difference:
-    """Two groups of ranks that should hold the same and do not, first in this cell."""
+class Witness(Protocol):
+    """Someone who looks at what each rank has before it is merged."""
 
-    row: int
-    cell: int
-    ranks: tuple[int, int]
+    def wants(self, channel: Channel) -> bool: ...
+
+    def see(self, channel: Channel, rank: int, rows: Places, sites: Places, values: Floats) -> None:
+        """A rank's own values of some of the sites in some of the rows, [sites, rows], its cells of a site combined."""
 
 
 class Merger:
@@ -74,56 +73,33 @@ class Merger:
         self._plans: dict[tuple[int, str, tuple[str, ...]], tuple[Layout, Plan]] = {}
 
     def merge(
-        self, channel: Channel, sites: Sequence[SiteInfo], start: int, stop: int
-    ) -> tuple[Floats, list[Difference]]:
-        """The cells of these sites in the rows [start, stop), [rows, cells], and where copies differ."""
-        starts = np.concatenate([[0], np.cumsum([site.num_cells(channel.per) for site in sites])])
-        names = {site.name: int(first) for site, first in zip(sites, starts, strict=False)}
+        self,
+        channels: Sequence[Channel],
+        sites: Sequence[SiteInfo],
+        start: int,
+        stop: int,
+        witness: Witness | None = None,
+    ) -> list[Table]:
+        """Per channel the cells of these sites in the rows [start, stop)."""
         reads = list(self._reads(start, stop))
-        waiting = Counter(key for read in reads for key in self._keys(read, channel, names))
-        result = np.full((stop - start, int(starts[-1])), codecs.ABSENT, np.float32)
-        groups: dict[Key, _Group] = {}
-        taken: dict[tuple[str, ...], int] = {}
-        differences: list[Difference] = []
+        tables = [Table(channel, sites, stop - start) for channel in channels]
+        for table in tables:
+            plans = ((read, self._plan(read, table)) for read in reads)
+            table.expect(group_key(read.stretch.mesh, piece.rule) for read, plan in plans for piece in plan.pieces)
         for read in reads:
-            plan = self._plan(read.stretch.layout, channel, names)
-            values = self._values(read, channel, plan) if plan.pieces else None
-            for piece in plan.pieces:
-                key = _key(read.stretch.mesh, piece.rule)
-                if key not in groups:
-                    groups[key] = _Group(channel.op, result.shape, read.rank, piece.rule)
-                assert values is not None
-                groups[key].add(values[:, piece.local - plan.first], read.rows, piece.whole)
-            for key in self._keys(read, channel, names):
-                waiting[key] -= 1
-                if not waiting[key]:
-                    done = groups.pop(key)
-                    differences += self._take(done, key, result, taken, start)
-        return result, differences
-
-    def norms(self, channel: Channel, sites: Sequence[SiteInfo], start: int, stop: int) -> Iterator[tuple[int, Floats]]:
-        """Per rank its own values [rows, sites], its cells of a site combined; absent where it has none."""
-        names = {site.name: place for place, site in enumerate(sites)}
-        found: dict[int, Floats] = {}
-        for read in self._reads(start, stop):
-            out = found.get(read.rank)
-            if out is None:
-                if found:
-                    yield found.popitem()
-                out = found[read.rank] = np.full((stop - start, len(sites)), codecs.ABSENT, np.float32)
-            layout = read.stretch.layout
-            plan = self._plan(layout, channel, names)
-            values = self._values(read, channel, plan) if plan.pieces else out
-            here = [name for name in names if name in layout.site_index] if plan.pieces else []
-            spans = [layout.cells(layout.channel_index[channel.name], layout.site_index[name]) for name in here]
-            if all(high - low == 1 for low, high in spans):
-                columns = np.array([names[name] for name in here], np.int64)
-                out[np.ix_(read.rows, columns)] = values[:, [low - plan.first for low, _ in spans]]
-                continue
-            for name, (low, high) in zip(here, spans, strict=True):
-                cells = values[:, low - plan.first : high - plan.first]
-                out[read.rows, names[name]] = codecs.combine(cells, channel.op, axis=1)
-        yield from found.items()
+            for table in tables:
+                plan = self._plan(read, table)
+                if not plan.pieces:
+                    continue
+                values = self._values(read, table.channel, plan)
+                if witness is not None and witness.wants(table.channel):
+                    own = _combined(values, plan.spans, table.channel.op)
+                    witness.see(table.channel, read.rank, read.rows, plan.sites, own)
+                for piece in plan.pieces:
+                    key = group_key(read.stretch.mesh, piece.rule)
+                    incomplete = self._incomplete(piece.rule, key, start, stop)
+                    table.add(key, read.rank, (piece.whole, read.rows), values[piece.local], incomplete)
+        return tables
 
     def _reads(self, start: int, stop: int) -> Iterator[Read]:
         for rank, places in self._places.items():
@@ -131,76 +107,60 @@ class Merger:
             for stretch in self._files.facts[rank].stretches:
                 rows = np.flatnonzero((wanted >= stretch.start) & (wanted < stretch.stop))
                 if len(rows):
-                    yield Read(rank, stretch, rows, wanted[rows])
+                    yield Read(rank, stretch, as_slice(rows), wanted[rows])
 
-    def _keys(self, read: Read, channel: Channel, names: dict[str, int]) -> set[Key]:
-        plan = self._plan(read.stretch.layout, channel, names)
-        return {_key(read.stretch.mesh, piece.rule) for piece in plan.pieces}
-
-    def _plan(self, layout: Layout, channel: Channel, names: dict[str, int]) -> Plan:
-        known = id(layout), channel.name, tuple(names)
+    def _plan(self, read: Read, table: Table) -> Plan:
+        layout, channel = read.stretch.layout, table.channel
+        known = id(layout), channel.name, table.names
         if known not in self._plans:
-            if len(self._plans) > 64:
+            if len(self._plans) > _NUM_PLANS:
                 self._plans.clear()
-            self._plans[known] = layout, self._make_plan(layout, channel, names)  # keeps the layout, and so its id
+            self._plans[known] = layout, self._make_plan(layout, table)  # keeps the layout, and so its id
         return self._plans[known][1]
 
-    def _make_plan(self, layout: Layout, channel: Channel, names: dict[str, int]) -> Plan:
+    def _make_plan(self, layout: Layout, table: Table) -> Plan:
+        channel = table.channel
         number = layout.channel_index.get(channel.name)
         if number is None or layout.schema.channels[number].per != channel.per:
-            return Plan(0, 0, [])
+            return Plan(0, 0, [], slice(0), np.zeros((0, 2), np.int64))
+        here = [name for name in table.names if name in layout.site_index]
+        spans = [layout.cells(number, layout.site_index[name]) for name in here]
+        first, stop = min((low for low, _ in spans), default=0), max((high for _, high in spans), default=0)
         found: dict[tuple[str, ...] | None, list[tuple[Merge | None, Array, Array]]] = {}
-        for name, first in names.items():
-            place = layout.site_index.get(name)
-            if place is None:
-                continue
-            low, high = layout.cells(number, place)
-            site = layout.schema.sites[place]
+        for name, (low, high) in zip(here, spans, strict=True):
+            site = layout.schema.sites[layout.site_index[name]]
             rule = site.merge.get(channel.name)
-            whole = first + first_cell(site, channel.per, self._block) + np.arange(high - low)
-            found.setdefault(None if rule is None else rule.over, []).append((rule, np.arange(low, high), whole))
+            whole = table.starts[name] + first_cell(site, channel.per, self._block) + np.arange(high - low)
+            local = np.arange(low - first, high - first)
+            found.setdefault(None if rule is None else rule.over, []).append((rule, local, whole))
         pieces = [
-            Piece(parts[0][0], np.concatenate([p[1] for p in parts]), np.concatenate([p[2] for p in parts]))
+            Piece(parts[0][0], *(as_slice(np.concatenate([part[i] for part in parts])) for i in (1, 2)))
             for parts in found.values()
+            if any(len(part[1]) for part in parts)
         ]
-        cells = np.concatenate([piece.local for piece in pieces]) if pieces else np.zeros(0, np.int64)
-        return Plan(int(cells.min()), int(cells.max()) + 1, pieces) if len(cells) else Plan(0, 0, [])
+        places = {name: place for place, name in enumerate(table.names)}
+        order = as_slice(np.array([places[name] for name in here], np.int64))
+        return Plan(first, stop, pieces, order, np.array(spans, np.int64).reshape(-1, 2) - first)
 
     def _values(self, read: Read, channel: Channel, plan: Plan) -> Floats:
-        """What the rank has stored, decoded, [rows, cells]."""
+        """What the rank has stored, decoded, [cells, rows]."""
         run = self._files[read.rank]
         low, high = int(read.places.min()), int(read.places.max()) + 1
         number = read.stretch.layout.channel_index[channel.name]
-        segments = run.timeline.overlapping(low, high)
-        codes, lost = gather(segments, number, (plan.first, plan.stop), low, high)
+        codes, lost = gather(run.timeline.overlapping(low, high), number, (plan.first, plan.stop), low, high)
         values = codecs.decode(codes, read.stretch.layout.schema.channels[number].codec)
         if lost is not None:
             values[lost] = codecs.ABSENT
-        picked: Floats = values.T[read.places - low]
-        return picked
+        places = as_slice(read.places - low)
+        return values if isinstance(places, slice) else values[:, places]
 
-    def _take(
-        self, group: _Group, key: Key, result: Floats, taken: dict[tuple[str, ...], int], start: int
-    ) -> Iterator[Difference]:
-        """Put a finished group into the result where nothing is yet, and compare it where something is."""
-        values = group.values()
-        values[self._incomplete(group, key, start, len(values))] = codecs.ABSENT
-        cells = group.cells
-        before, now = result[:, cells], values[:, cells]
-        if key[0] in taken:
-            where = _different(before, now)
-            if where is not None:
-                yield Difference(start + where[0], int(cells[where[1]]), (taken[key[0]], group.rank))
-        taken.setdefault(key[0], group.rank)
-        result[:, cells] = np.where(codecs.is_absent(before), now, before)
-
-    def _incomplete(self, group: _Group, key: Key, start: int, num_rows: int) -> Array:
-        """Rows in which a rank without a file holds, or may hold, a part of what the group combines."""
-        rows = np.zeros(num_rows, bool)
+    def _incomplete(self, rule: Merge | None, key: Key, start: int, stop: int) -> Array:
+        """Rows in which a rank without a file holds, or may hold, a part of what a group combines."""
+        rows = np.zeros(stop - start, bool)
         for rank, due in self._missing.items():
             mesh = self._mesh_of(rank)
-            if mesh is None or _key(mesh, group.rule) == key:
-                rows |= due[start : start + num_rows]
+            if mesh is None or group_key(mesh, rule) == key:
+                rows |= due[start:stop]
         return rows
 
     def _mesh_of(self, rank: int) -> Mesh | None:
@@ -212,41 +172,11 @@ class Merger:
         return replace(mesh, coords=tuple(int(c) for c in np.unravel_index(rank, mesh.shape)))
 
 
-class _Group:
-    """Ranks whose cells are combined to one set: what of them was read so far."""
-
-    def __init__(self, op: str, shape: tuple[int, int], rank: int, rule: Merge | None) -> None:
-        self.rank, self.rule = rank, rule
-        self._op = op
-        self._total = np.zeros(shape)
-        self._seen = np.zeros(shape, bool)
-
-    def add(self, values: Floats, rows: Array, cells: Array) -> None:
-        place = _block_of(rows), _block_of(cells)
-        if not any(isinstance(part, slice) for part in place):
-            place = np.ix_(rows, cells)  # type: ignore[assignment]
-        there = ~codecs.is_absent(values)
-        wide = np.where(there, values, 0.0).astype(np.float64)
-        combine: Callable[[Array, Array], Array] = np.maximum if self._op == "max" else np.add
-        self._total[place] = combine(self._total[place], np.square(wide) if self._op == "sumsq" else wide)
-        self._seen[place] |= there
-
-    @property
-    def cells(self) -> Array:
-        return np.flatnonzero(self._seen.any(axis=0))
-
-    def values(self) -> Floats:
-        with np.errstate(over="ignore"):
-            total = (np.sqrt(self._total) if self._op == "sumsq" else self._total).astype(np.float32)
-        total[~self._seen] = codecs.ABSENT
-        return total
-
-
-def _block_of(places: Array) -> slice | Array:
-    """Neighbouring places as a slice, which is a view where an array would be a copy."""
-    if len(places) and int(places[-1]) - int(places[0]) == len(places) - 1 and (np.diff(places) == 1).all():
-        return slice(int(places[0]), int(places[-1]) + 1)
-    return places
+def _combined(values: Floats, spans: Array, op: str) -> Floats:
+    """One value per site of its cells, [sites, rows]."""
+    if (spans[:, 1] - spans[:, 0] == 1).all():
+        return values[as_slice(spans[:, 0])]
+    return np.stack([codecs.combine(values[low:high], op, axis=0) for low, high in spans])
 
 
 def first_cell(site: SiteInfo, per: str, block: int) -> int:
@@ -254,24 +184,6 @@ def first_cell(site: SiteInfo, per: str, block: int) -> int:
     if per == "site" or not block or site.num_cells(per) == 0:
         return 0
     return site.offset[1 if per == "block" else 0] // block
-
-
-def _key(mesh: Mesh | None, rule: Merge | None) -> Key:
-    if rule is None or mesh is None:
-        return (), ()
-    return rule.over, tuple(c for dim, c in zip(mesh.dims, mesh.coords, strict=True) if dim not in rule.over)
-
-
-def _different(one: Floats, other: Floats) -> tuple[int, int] | None:
-    """The first row and cell in which two copies differ; what one of them has not observed is no difference."""
-    with np.errstate(invalid="ignore"):
-        near = np.abs(one - other) <= _SAME * np.maximum(np.abs(one), np.abs(other))
-    unknown = codecs.is_absent(one) | codecs.is_absent(other)
-    same = near | (one == other) | unknown | (np.isnan(one) & np.isnan(other))
-    if same.all():
-        return None
-    row, cell = np.argwhere(~same)[0]
-    return int(row), int(cell)
 
 
 class Replicas:
@@ -289,9 +201,9 @@ class Replicas:
 
     def _one(self, mesh: Mesh | None, channel: Channel, site: SiteInfo) -> tuple[int, int]:
         rule = site.merge.get(channel.name)
-        over, rest = _key(mesh, rule)
+        over, rest = group_key(mesh, rule)
         numbers = self._numbers.setdefault(over, {})
         if rest not in numbers and rule is not None:
             for fact in self._run.ranks.facts.values():
-                numbers.setdefault(_key(fact.last.mesh, rule)[1], len(numbers))
+                numbers.setdefault(group_key(fact.last.mesh, rule)[1], len(numbers))
         return first_cell(site, channel.per, self._run.block), numbers.get(rest, 0)

@@ -17,7 +17,7 @@ from pyscan import codecs
 from pyscan.between import Between
 from pyscan.codecs import Array, Floats
 from pyscan.errors import ScanFormatError
-from pyscan.format import ROW_HAS_LOSS, ROW_HAS_TOKENS
+from pyscan.format import ROW_HAS_LOSS, ROW_HAS_TOKENS, ROWS_PER_FRAME
 from pyscan.payloads import Event
 from pyscan.rank_files import OPEN_FILES, RankFacts, RankFiles, find_ranks, rank_path
 from pyscan.rank_merge import ABSENT_PLACE, Merger, first_cell
@@ -28,6 +28,8 @@ __all__ = ["RankedRun", "find_ranks", "open_ranks", "rank_path"]
 
 # Cells that are merged at once when sites are read one after the other, or there are more ranks than open files.
 _AHEAD_CELLS = 1 << 22
+# Norms of all ranks that are held at once to be compared, per channel; 4 bytes each.
+_COMPARED_CELLS = 1 << 25
 
 
 class RankedRun(Run):
@@ -195,7 +197,7 @@ class RankedRun(Run):
         in_order = last == (channel.name, start, stop, place - 1)
         count = self._num_ahead(channel, place, stop - start) if in_order or len(self.ranks) > OPEN_FILES else 1
         sites = self.sites[place : place + count]
-        values = self._merged(channel, sites, start, stop)
+        values = self._merge([channel], sites, start, stop)[0].T
         if count == 1:
             return values
         ends = np.cumsum([s.num_cells(channel.per) for s in sites]).tolist()
@@ -218,14 +220,18 @@ class RankedRun(Run):
 
     _site_places: tuple[list[SiteInfo], dict[str, int]] | None = None
 
-    def _merged(self, channel: Channel, sites: list[SiteInfo], start: int, stop: int) -> Floats:
-        values, differences = self._merger.merge(channel, sites, start, stop)
-        ends = np.cumsum([site.num_cells(channel.per) for site in sites])
-        for found in differences:
-            at = int(np.searchsorted(ends, found.cell, side="right"))
-            cell = found.cell - int(ends[at]) + sites[at].num_cells(channel.per)
-            self._note_difference(channel, sites[at], found.row, cell, found.ranks)
-        return values
+    def _merge(
+        self, channels: list[Channel], sites: list[SiteInfo], start: int, stop: int, between: Between | None = None
+    ) -> list[Floats]:
+        """Merged cells, [cells, rows] per channel; where copies differ is noted."""
+        tables = self._merger.merge(channels, sites, start, stop, between)
+        for table in tables:
+            ends = np.cumsum([site.num_cells(table.channel.per) for site in sites])
+            for found in table.differences:
+                at = int(np.searchsorted(ends, found.cell, side="right"))
+                cell = found.cell - int(ends[at]) + sites[at].num_cells(table.channel.per)
+                self._note_difference(table.channel, sites[at], start + found.row, cell, found.ranks)
+        return [table.result for table in tables]
 
     def _note_difference(self, channel: Channel, site: SiteInfo, row: int, cell: int, ranks: tuple[int, int]) -> None:
         step = int(self.steps["step"][row])
@@ -239,18 +245,35 @@ class RankedRun(Run):
     def _codes(self, channel: Channel, site: SiteInfo, start: int, stop: int) -> Array:
         return codecs.encode(self._cells(channel, site, start, stop), channel.codec)
 
-    def _compare(self) -> None:
-        """Compare the ranks in the rows not compared yet, in windows that fit memory."""
-        start, total = self._compared, len(self.steps)
-        cells = sum(site.num_blocks + site.num_row_blocks + 1 for site in self.sites)
-        size = max(_AHEAD_CELLS // max(cells, len(self.sites) * len(self.ranks), 1), 16)
-        for at in range(start, total, size):
-            stop = min(at + size, total)
+    def merged(self, start: int = 0) -> Iterator[tuple[int, int, list[Floats]]]:
+        """From row `start` on, in windows [from, to) that fit memory, all cells of each channel, [cells, rows].
+
+        Every file is read once per window, and the ranks are compared on the way.
+        """
+        for at, stop in self._windows(start):
             for channel in self.channels:
                 self._refuse_monster(stop - at, sum(site.num_cells(channel.per) for site in self.sites))
-                self._merged(channel, self.sites, at, stop)
-            self._between.see(self._merger, self.channels, self.sites, self.steps["step"][at:stop], at)
-        self._compared = total
+            between = self._between if at == self._compared else None
+            if between is not None:
+                between.begin(self.sites, list(self.ranks), stop - at)
+            values = self._merge(self.channels, self.sites, at, stop, between)
+            if between is not None:
+                between.judge(self.steps["step"][at:stop])
+                self._compared = stop
+            yield at, stop, values
+
+    def _windows(self, start: int) -> Iterator[tuple[int, int]]:
+        """Rows from `start` on in whole frames, or parts of one where there are very many ranks."""
+        cells = sum(site.num_cells(channel.per) for site in self.sites for channel in self.channels)
+        fits = min(_AHEAD_CELLS // max(cells, 1), _COMPARED_CELLS // max(len(self.sites) * len(self.ranks), 1))
+        size = fits // ROWS_PER_FRAME * ROWS_PER_FRAME or 1 << max(fits, 1).bit_length() - 1
+        total = len(self.steps)
+        return ((at, min(at + size, total)) for at in range(start, total, size))
+
+    def _compare(self) -> None:
+        """Compare the ranks in the rows not compared yet."""
+        for _ in self.merged(self._compared):
+            pass
 
     def token_steps(self) -> list[int]:
         return self.ranks[self._lead.rank].token_steps()
@@ -260,11 +283,11 @@ class RankedRun(Run):
         return self.ranks[self._lead.rank].tokens(step)
 
     def refresh(self) -> int:
-        before = self.steps["step"]
+        before = self.steps[["step", "time_ns"]]
         if not self.ranks.refresh():
             return 0
         self._describe()
-        now = self.steps["step"]
+        now = self.steps[["step", "time_ns"]]
         count = min(len(before), len(now))
         same = int(np.argmin(np.append(before[:count] == now[:count], False)))
         if same < self._compared:  # rows were voided: what was said of them is void as well

@@ -79,10 +79,20 @@ def merge(source: Path, target: Path, *, progress: Progress | None = None) -> No
         writer = FrameWriter(file.write, os.urandom(16), time.time_ns())
         schema = run.schema
         writer.schema(schema)
-        write_rows(run, [(channel.name, channel.codec) for channel in schema.channels], writer, progress)
+        write_merged(run, writer, progress=progress)
         _merge_tokens(run, writer)
         writer.events(run.events)
         writer.index()
+
+
+def write_merged(run: RankedRun, writer: FrameWriter, first: int = 0, *, progress: Progress | None = None) -> None:
+    """The rows of all ranks from `first` on; each file is read once for many rows."""
+    steps = stored_rows(run.steps)
+    for start, stop, values in run.merged(first):
+        pairs = zip(values, run.channels, strict=True)
+        _write_frames(writer, steps[start:stop], [codecs.encode(cells, channel.codec) for cells, channel in pairs])
+        if progress:
+            progress(stop, len(steps))
 
 
 def write_rows(run: Run, channels: list[tuple[str, str]], writer: FrameWriter, progress: Progress | None) -> None:
@@ -90,11 +100,15 @@ def write_rows(run: Run, channels: list[tuple[str, str]], writer: FrameWriter, p
     steps = stored_rows(run.steps)
     for start, stop in windows(run):
         sections = [_window(run, name, codec, start, stop) for name, codec in channels]
-        for at in range(start, stop, ROWS_PER_FRAME):
-            place = slice(at - start, min(at + ROWS_PER_FRAME, stop) - start)
-            writer.steps(steps[start:stop][place], [cells[:, place] for cells in sections])
+        _write_frames(writer, steps[start:stop], sections)
         if progress:
             progress(stop, len(steps))
+
+
+def _write_frames(writer: FrameWriter, rows: Array, sections: list[Array]) -> None:
+    for start in range(0, len(rows), ROWS_PER_FRAME):
+        part = slice(start, start + ROWS_PER_FRAME)
+        writer.steps(rows[part], [cells[:, part] for cells in sections])
 
 
 def windows(run: Run) -> Iterator[tuple[int, int]]:

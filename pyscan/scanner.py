@@ -42,7 +42,7 @@ from pyscan.latest import ABSENT_SUM, Row, param_stats
 from pyscan.lookout import Lookout
 from pyscan.pipeline import watch_stages, wrap_stages
 from pyscan.placement import find_placements
-from pyscan.process import is_distributed, own_path, rank_and_world
+from pyscan.process import is_distributed, own_path, rank_and_world, start_live
 from pyscan.schema import Schema, SiteInfo
 from pyscan.silence import Silence
 from pyscan.sites import Inventory, Site, find_sites
@@ -76,6 +76,7 @@ def attach(
     metadata: Mapping[str, Any] | None = None,
     on_event: Callable[[Event], None] | None = None,
     watch: Watch | bool = True,
+    live: bool | float = False,
 ) -> Scanner:
     """Scan every weight of `model` at every step, into the file `path` (None: into memory, as `scan.rows`).
 
@@ -90,8 +91,11 @@ def attach(
     resume      continue an existing file
     on_event    called with each event (a dict) as it happens
     watch       alarms about finished rows, as events; False: none, or a `pyscan.Watch` with other limits
+    live        of many ranks, keep `<path>.live.mscan` merged every so many seconds (True: 10), beside the training
     """
-    config = ScanConfig(include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch, tokens)
+    config = ScanConfig(
+        include, exclude, block, rows, every, mask, budget, resume, metadata, on_event, watch, tokens, live
+    )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for step_aside in before_attach[:]:
@@ -134,6 +138,7 @@ class Scanner:
         self.schema = self._schema()
         self.path = None if path is None else own_path(Path(path), resume=config.resume)
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
+        self._end_live = start_live(path, config.live_seconds)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
@@ -318,6 +323,7 @@ class Scanner:
         self._unwatch_sites()
         if self._writer is not None:
             self._writer.close()
+        self._end_live()
 
     def __enter__(self) -> Scanner:
         return self

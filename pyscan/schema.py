@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -177,6 +178,12 @@ class Layout:
         self._starts = [starts[channel.per] for channel in schema.channels]
         self.num_cells = [channel_starts[-1] for channel_starts in self._starts]
         self._sections: dict[int, tuple[list[int], int]] = {}
+
+    def with_schema(self, schema: Schema) -> Layout:
+        """The layout of a schema with the same cells, which shares with this one what they have in common."""
+        other = copy(self)
+        other.schema = replace(schema, sites=self.schema.sites, channels=self.schema.channels)
+        return other
 
     def cells(self, channel: int, site: int) -> tuple[int, int]:
         """First cell of the site in the channel's section and the one after its last."""

@@ -140,8 +140,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "resume": (_is(bool), "true or false"),
     "metadata": (_is(dict), "a table"),
     "on_event": (_function, "a function as package.module:function"),
+    "live": (_is(bool, int, float), "true, false or a number of seconds"),
     "watch": (_watch, "true, false or a table of limits as pyscan.Watch takes them"),
 }
-_SWITCHES = {"rows", "resume", "watch", "tokens"}
+_SWITCHES = {"rows", "resume", "watch", "tokens", "live"}
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _TEXTS = {"path", "include", "exclude", "mask", "on_event"}

@@ -5,7 +5,7 @@ It receives a source (a file with its tail, or bytes) and touches the bytes of w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -27,14 +27,19 @@ from pyscan.timeline import Part, Segment, Timeline, arrange, gather
 _BYTES = np.dtype((np.void, fmt.ROW_DTYPE.itemsize))
 
 
+def read_layout(payload: bytes) -> Layout:
+    return Layout(Schema.from_json(payload))
+
+
 class FileRun(Run):
     """One version 2 file, with its tail while it is still being written."""
 
     version = fmt.VERSION
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, read_layout: Callable[[bytes], Layout] = read_layout) -> None:
         self.path = source.path
         self._source = source
+        self._read_layout = read_layout
         try:
             tail, main = source.load()
             self.file = ScanFile(main)
@@ -90,7 +95,7 @@ class FileRun(Run):
                 raise ScanFormatError("the first schema of the file is damaged")
             return None
         try:
-            return Layout(Schema.from_json(payload))
+            return self._read_layout(payload)
         except ScanFormatError as error:
             if first:
                 raise

@@ -31,7 +31,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 3))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
-    scan = pyscan.attach(ddp, out / "run.mscan", optimizer=optimizer, resume=True)
+    scan = pyscan.attach(ddp, out / "run.mscan", optimizer=optimizer, resume=True, live=0.5)
     saved, step = out / "checkpoint.pt", 0
     if saved.exists():
         state = torch.load(saved)

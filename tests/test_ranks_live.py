@@ -6,13 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pyscan
 from pyscan.check import check
+from pyscan.live_merge import live_path
+from pyscan.source import PathSource
+from pyscan.version2 import FileRun
 
 ROOT = Path(__file__).parent.parent
 SITES = [f"{name}.weight" for name in ("down", "embed", "head", "mix", "up")]
@@ -55,6 +60,14 @@ def assert_whole(result: dict[str, Any], *, unreduced: tuple[str, ...] = ()) -> 
             continue
         assert result["in_memory"][place] < 1e-5, place
         assert result["in_file"][place] < 0.002, place
+
+
+def wait_until_whole(path: Path) -> None:
+    """The process that merges beside the training ends a moment after it."""
+    end = time.monotonic() + 60
+    while not path.exists() or not FileRun(PathSource(str(path))).file.has_index:
+        assert time.monotonic() < end, f"{path} is not finished"
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +132,12 @@ def test_a_job_whose_worker_is_killed_goes_on_with_every_step_once(tmp_path: Pat
         assert run.steps["step"].tolist() == list(range(1, 41))
         assert [event["kind"] for event in run.events].count("resumed") == 2
         assert not pyscan.is_absent(run.act("0.weight")).any()
+    wait_until_whole(live_path(path))
+    with pyscan.open(path) as run, pyscan.open(live_path(path)) as live:
+        assert np.array_equal(live.steps["step"], run.steps["step"])
+        assert np.array_equal(live.codes("act", "0.weight"), run.codes("act", "0.weight"))
+        assert np.array_equal(live.codes("grad", "2.weight"), run.codes("grad", "2.weight"))
+    assert check(live_path(path)) == []
     # One rank fewer: the run goes on from its last checkpoint, which is step 40.
     done = torchrun(1, "tests.ranks_elastic", str(tmp_path), "55")
     assert done.returncode == 0, done.stderr[-3000:]
