@@ -24,6 +24,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.19.10", "pillow>=10"],
     "tensorboard": ["tensorboard>=2.11"],
     "view": ["plotly>=5.20"],
+    "ranks": ["pyarrow>=14", "duckdb>=1.0", "dask[dataframe]>=2024.8"],
 }
 # Tools of others, for the benchmarks alone.
 PEERS = ["mindstudio-probe>=26.2", "nvdlfw_inspect>=0.2.2", "wandb>=0.19.10"]

@@ -59,7 +59,7 @@ class GradientReader:
         self._buffer = buffer
         self._on_unreduced = on_unreduced
         self._early = early
-        self._in_pipeline = False
+        self._waits = False  # whoever reduces the gradients does it after the backward
         self._on_backward = on_backward
         self._on_error = on_error
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
@@ -101,7 +101,7 @@ class GradientReader:
 
     def _ends(self, task: int) -> None:
         self._on_backward()
-        if self._in_pipeline:
+        if self._waits:
             return
         if self._early:
             self.state.settle(task)
@@ -112,8 +112,12 @@ class GradientReader:
 
     def read_again(self) -> None:
         """A pipeline has changed the gradients after its last backward: from now on they are read after that."""
-        self._in_pipeline = True
+        self._waits = True
         self.state.read_all()
+
+    def wait_for_step(self) -> None:
+        """Read gradients no sooner than the optimizer steps."""
+        self._waits = True
 
     def _careful(self, index: int, grad: Tensor, address: int, version: int) -> tuple[int, int]:
         """Read a gradient that is not plain, unless it is the one with this address and version."""

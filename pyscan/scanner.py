@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import attached, hook_cost, hooks, threads
+from pyscan import attached, hook_cost, hooks, threads, wrappers
 from pyscan.accumulate import channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
@@ -48,7 +48,7 @@ from pyscan.silence import Silence
 from pyscan.sites import Inventory, Site, find_sites
 from pyscan.steps import StepWatch, unwrap_all
 from pyscan.token_capture import TokenCapture
-from pyscan.token_step import TokenStep, make_step
+from pyscan.token_rows import TokenRows
 from pyscan.upkeep import ModelState
 from pyscan.watch import Watch
 from pyscan.writer import Writer
@@ -128,9 +128,6 @@ class Scanner:
         self._late_unscaled = False
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
-        self._token_step: tuple[TokenStep, tuple[SiteInfo, ...]] | None = None  # of the newest row
-        self._num_dropped_tokens = 0  # steps whose tokens the writer could not take
-        self._untold: set[int] = set()  # sites whose missing tokens were told of
         self._budget = Budget(config.every, config.budget)
         self._placements = find_placements(model)
         self._inventory = self._find()
@@ -140,6 +137,8 @@ class Scanner:
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
         self._end_live = start_live(path, config.live_seconds)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
+        self._is_unplaced = self._step > 1 and self._placements is not None  # until somebody says at which step it is
+        self._tokens = TokenRows(config.tokens, self._writer, self._event) if config.tokens is not False else None
         self._watch_sites()
         self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
         self._row_start = _clock()
@@ -154,7 +153,7 @@ class Scanner:
             raise ValueError(f"step must be >= 0, got {step}")
         try:
             if step is not None:
-                self._step = step
+                self._step, self._is_unplaced = step, False
             self._late += self._gradients.read_rest()
             self._close_row(None, loss=loss, tokens=tokens)
         except Exception as error:
@@ -198,7 +197,7 @@ class Scanner:
         Gradients carry whatever factor the loss has (a mean over tokens, the division by accumulation steps); a
         GradScaler's scale is divided out. Without "grad": it never came. Before the first row: {}.
         """
-        return {} if self._token_step is None else self._token_step[0].view(self._token_step[1])
+        return {} if self._tokens is None else self._tokens.view()
 
     def grad_check(self) -> dict[str, int]:
         """How many weights of the newest row have a gradient, one of 0, none, or one that is not finite.
@@ -265,13 +264,15 @@ class Scanner:
         self._settle()  # what is still on its way belongs to the abandoned timeline
         differences = saved.differences(self._checkpoint())
         self._resumed = {"after_step": saved.step, "differences": differences}
-        self._step = saved.step + 1
+        self._step, self._is_unplaced = saved.step + 1, False
         self.loggers |= saved.loggers
         if self.config.budget is not None:
             self._budget.every = max(saved.every, self.config.every)
         self.rows = [row for row in self.rows if row.step <= saved.step]
         if self._latest is not None and self._latest[0].step > saved.step:
-            self._latest = self._token_step = None
+            self._latest = None
+        if self._tokens is not None:
+            self._tokens.forget_after(saved.step)
         self._discard_open_row()
         self._set_active()
         for text in differences:
@@ -296,7 +297,7 @@ class Scanner:
     def _discard_open_row(self) -> None:
         self._forward.take()
         if self._tokens is not None:
-            self._tokens.take()
+            self._tokens.capture.take()
         for finished in self.buffer.close_row(Closing(self._step, is_due=False)):
             self._finish_row(finished)
 
@@ -389,6 +390,8 @@ class Scanner:
             on_unreduced=self._is_unreduced,
         )
         self._endings.append(self._gradients.remove)
+        if wrappers.is_deepspeed(self._model):
+            self._gradients.wait_for_step()
         if is_distributed():
             self._endings.append(watch_stages(self._model, self._stage_ends, self.paused))
         self._lookout = Lookout(
@@ -398,12 +401,12 @@ class Scanner:
             arrivals=self._gradients.order,
             announce=lambda event: self._event(**event),
         )
-        self._tokens = self._watch_tokens()
+        self._watch_tokens()
         self._forward = ForwardWatch(
             self._model,
             self.config.mask,
             on_begin=self._forward_begins,
-            on_batch=self._tokens.forward_begins if self._tokens else nothing,
+            on_batch=self._tokens.capture.forward_begins if self._tokens else nothing,
             on_end=self._forward_ends,
             on_error=self._fail,
         )
@@ -417,10 +420,10 @@ class Scanner:
         self._set_active()
         _forget_compiled_code()
 
-    def _watch_tokens(self) -> TokenCapture | None:
-        if self.config.tokens is False:
-            return None
-        tokens = TokenCapture(
+    def _watch_tokens(self) -> None:
+        if self._tokens is None:
+            return
+        self._tokens.capture = TokenCapture(
             self._inventory.sites,
             self._capture,
             mode=self.config.tokens,
@@ -428,8 +431,7 @@ class Scanner:
             mask=self.config.mask,
             on_error=self._fail,
         )
-        self._endings.append(tokens.remove)
-        return tokens
+        self._endings.append(self._tokens.capture.remove)
 
     def _unwatch_sites(self) -> None:
         while self._endings:
@@ -444,6 +446,8 @@ class Scanner:
         for site in sites:
             if site.note and not site.expert:
                 self._event("note", site=site.name, text=site.note)
+        for text in wrappers.remarks(self._model):
+            self._warn(f"{text}.")
 
     # Called from hooks
 
@@ -456,7 +460,7 @@ class Scanner:
     def _forward_ends(self) -> None:
         self._capture.forget()
         if self._tokens is not None:
-            self._tokens.forward_ends()
+            self._tokens.capture.forward_ends()
         self.buffer.flush()
 
     def _stage_ends(self) -> None:
@@ -494,6 +498,12 @@ class Scanner:
             self._unwatch_sites()
             return
         start = _clock()
+        if self._is_unplaced:
+            self._is_unplaced = False
+            self._warn(
+                f"resumed at step {self._step} without scan.load_state_dict: ranks that ended at different steps go on "
+                "with different numbers, and their rows do not fit together."
+            )
         if self._placements is not None and self._placements.is_news:
             self._say_placements()
         seen = self._forward.take()
@@ -516,7 +526,7 @@ class Scanner:
             for finished in self.buffer.close_row(closing):
                 self._finish_row(finished)
             if self._tokens is not None:
-                self._close_tokens(closing)
+                self._tokens.close(closing, self.schema.sites)
             for kind, site, text in self.buffer.complaints():
                 self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
         self._lookout.step_ends()
@@ -529,30 +539,6 @@ class Scanner:
         self._step += 1
         self._measure(start)
         self._set_active()
-
-    def _close_tokens(self, closing: Closing) -> None:
-        """The token rows of the step; after its row, with which a resume voids what came before."""
-        assert self._tokens is not None
-        calls, batches = self._tokens.take()
-        if closing.is_due:
-            made = make_step(closing.step, self.config.tokens, calls, batches, float(closing.scale))
-            self._token_step = made, self.schema.sites
-            self._tell_missing(made)
-            if self._writer is not None and not self._writer.tokens(made.step, *made.payload()):
-                self._num_dropped_tokens += 1
-                if self._num_dropped_tokens == 1 and self._writer.error is None:
-                    self._event(
-                        "tokens_dropped", text="the disk is too slow for every step's tokens; some are left out"
-                    )
-
-    def _tell_missing(self, made: TokenStep) -> None:
-        """Sites that had a row and no tokens, or not all of them: said once."""
-        assert self._tokens is not None
-        missing = {site: text for site, text in self._tokens.missing(made).items() if site not in self._untold}
-        self._untold |= set(missing)
-        for text in sorted(set(missing.values())):
-            names = [self.schema.sites[site].name for site in sorted(missing) if missing[site] == text]
-            self._event("tokens_missing", sites=names, text=text)
 
     def _say_placements(self) -> None:
         """Inputs have shown how the ranks' cells merge: the last schema of a file holds for all its rows."""
@@ -681,6 +667,12 @@ class Scanner:
                 self.config.on_event(event)
             except Exception as error:
                 self._fail(error)
+
+    def _warn(self, text: str) -> None:
+        """Something that makes the scan less than it could be; training is not concerned."""
+        self._event("note", text=text)
+        with contextlib.suppress(Warning):  # warnings are errors here, and errors are not ours to raise
+            warnings.warn(f"pyscan: {text}", RuntimeWarning, stacklevel=2)
 
     def _fail(self, error: Exception) -> None:
         """Turn off and say so, once. Hooks are taken away later: this may run inside one."""

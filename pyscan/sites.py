@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from pyscan.shards import Held, whole
 from pyscan.weights import Role, Weight, dtype_name, quantised, role_of, weights_of
+from pyscan.wrappers import remarks
 
 Patterns = str | Sequence[str] | None
 
@@ -241,9 +242,10 @@ def _coverage(weight: Weight, role: Role) -> str:
 def _nothing_found(model: nn.Module) -> str:
     counts = Counter(type(m).__name__ for m in model.modules() if m._parameters)
     found = ", ".join(f"{count} {kind}" for kind, count in counts.most_common(8)) or "no module with parameters"
+    remedy = "; ".join(remarks(model)) or "attach to the model after its layers are built"
     return (
         f"no weight matrix found in {type(model).__name__}: it holds {found}. pyscan scans parameters of two or more "
-        "dimensions that meet an activation; attach to the model after its layers are built."
+        f"dimensions that meet an activation; {remedy}."
     )
 
 

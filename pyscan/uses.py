@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from pyscan.shards import is_sharded
+
 Sink = Callable[[int, Tensor, Tensor | None], None]
 
 
@@ -55,13 +57,17 @@ class Slot:
 
 
 class _Known(NamedTuple):
-    """A tensor whose last two axes are those of the slot's weight; `picks` are the experts its first axis runs over."""
+    """A tensor whose last two axes are those of the slot's weight; `picks` are the experts its first axis runs over.
+
+    One that `passes` is known in this forward alone.
+    """
 
     tensor: Callable[[], Tensor | None]
     slot: Slot
     expert: int | None = None
     picks: Tensor | None = None
     is_copy: bool = False
+    passes: bool = False
 
 
 class Frame:
@@ -71,6 +77,7 @@ class Frame:
         self.used_copy = False  # whether a weight was known only because follow() had seen a copy made
         self._slots = slots
         self._problems = problems
+        self._sharded: list[Slot] = []  # whose weight a forward may replace by the part of it that is here
         self._verified: set[tuple[int, int, int]] = set()  # (slot, axis, its stride) found to be the input axis
         self._known: dict[int, _Known] = {}
 
@@ -81,13 +88,14 @@ class Frame:
         if len(tensors) == len(self._known) and all(map(self._is_known, tensors)):
             return
         self._verified.clear()
-        pairs = zip(tensors, self._slots, strict=True)
-        self._known = {id(t): _Known(weakref.ref(t), slot) for t, slot in pairs if t is not None}
+        pairs = [(t, slot) for t, slot in zip(tensors, self._slots, strict=True) if t is not None]
+        self._known = {id(t): _Known(weakref.ref(t), slot) for t, slot in pairs}
+        self._sharded = [slot for t, slot in pairs if is_sharded(t)]
 
     def close(self) -> None:
         """Let go of what was followed."""
         if len(self._known) > len(self._slots):
-            self._known = {key: known for key, known in self._known.items() if not known.is_copy}
+            self._known = {key: known for key, known in self._known.items() if not known.passes}
 
     def use(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Use | None:
         """The use that a call of the matrix product `name` makes of a weight; None when it uses none of ours."""
@@ -131,7 +139,17 @@ class Frame:
             if source.slot.num_experts is None or picks is not None or not _is_index(index):
                 return
             picks = index
-        self._known[id(out)] = _Known(weakref.ref(out), source.slot, source.expert, picks, is_copy=True)
+        self._known[id(out)] = _Known(weakref.ref(out), source.slot, source.expert, picks, is_copy=True, passes=True)
+
+    def _meet_parts(self) -> None:
+        """Expert parallelism puts plain local tensors in the place of DTensors while its module runs."""
+        for slot in self._sharded:
+            part = slot.tensor()
+            if part is None or is_sharded(part) or id(part) in self._known:
+                continue
+            for tensor in (part, part._base):  # a view of a view has the first of all as its base
+                if tensor is not None:
+                    self._known[id(tensor)] = _Known(weakref.ref(tensor), slot, passes=True)
 
     def _is_known(self, tensor: Tensor | None) -> bool:
         known = self._known.get(id(tensor))
@@ -140,6 +158,8 @@ class Frame:
     def _find(self, tensor: object) -> _Known | None:
         if not isinstance(tensor, Tensor):
             return None
+        if self._sharded:
+            self._meet_parts()
         known = self._known.get(id(tensor))
         if known is not None and known.tensor() is tensor:
             return known

@@ -9,6 +9,7 @@ by the merge rules, compares them with one process that has the whole batch, and
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from collections import Counter
@@ -389,9 +390,22 @@ def train(case: Case, attach: Callable[[nn.Module, Any], Any] | None, counts: li
     return losses, weights, scan
 
 
-def collectives(profile: Any) -> list[tuple[str, str]]:
-    """Every transfer of a step with the shapes it moved."""
-    return sorted((event.name, str(event.input_shapes)) for event in profile.events() if event.name.startswith("gloo:"))
+ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "unsigned char": 1}
+
+
+def collectives(profile: Any) -> list[tuple[str, int]]:
+    """Every transfer of a step with the bytes it was given."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name().startswith("gloo:")]
+    return sorted((event.name(), num_bytes(event)) for event in events)
+
+
+def num_bytes(event: Any) -> int:
+    """Of all tensors of a profiler's event; of lists of them it has the shapes of each."""
+    total = 0
+    for shape, dtype in zip(event.shapes(), event.dtypes(), strict=True):
+        if dtype:
+            total += math.prod(shape) * ITEM_BYTES[dtype]
+    return total
 
 
 def gathered(value: Any) -> list[Any]:
@@ -411,6 +425,7 @@ def run_case(name: str, out: Path, want: list[dict[tuple[str, str], np.ndarray]]
     result: dict[str, Any] = {
         "identical": all(map(torch.equal, [*bare[0], *bare[1]], [*in_memory[0], *in_memory[1]])),
         "collectives": sum(map(len, counts)),
+        "bytes_sent": sum(size for step in counts for _, size in step),
         "same_collectives": counts == bare_counts,
         "events": [e for e in in_memory[2].events if e["kind"] in ("off", "model_changed", "note")],
     }
@@ -425,6 +440,7 @@ def run_case(name: str, out: Path, want: list[dict[tuple[str, str], np.ndarray]]
             "identical": all(r["identical"] for r in results),
             "same_collectives": all(r["same_collectives"] for r in results),
             "collectives": sum(r["collectives"] for r in results),
+            "bytes_sent": sum(r["bytes_sent"] for r in results),
             "events": [e for r in results for e in r["events"]],
             "late": sum(bool(flag & 2) for flag in flags),
             "num_rows": len(scan.rows),

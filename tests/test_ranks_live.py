@@ -18,6 +18,7 @@ from pyscan.check import check
 from pyscan.live_merge import live_path
 from pyscan.source import PathSource
 from pyscan.version2 import FileRun
+from tests import ranks_experts
 
 ROOT = Path(__file__).parent.parent
 SITES = [f"{name}.weight" for name in ("down", "embed", "head", "mix", "up")]
@@ -46,6 +47,7 @@ def assert_whole(result: dict[str, Any], *, unreduced: tuple[str, ...] = ()) -> 
     assert result["identical"], "losses or weights differ from those without the scanner"
     assert result["same_collectives"]
     assert result["collectives"] > 0
+    assert result["bytes_sent"] > 0
     assert {event["kind"] for event in result["events"]} <= ({"note"} if unreduced else set())
     assert (result["sites"], result["steps"]) == (SITES, [1, 2, 3])
     assert (result["late"], result["num_rows"], result["damage"]) == (0, 3, [])
@@ -138,6 +140,14 @@ def test_a_job_whose_worker_is_killed_goes_on_with_every_step_once(tmp_path: Pat
         assert np.array_equal(live.codes("act", "0.weight"), run.codes("act", "0.weight"))
         assert np.array_equal(live.codes("grad", "2.weight"), run.codes("grad", "2.weight"))
     assert check(live_path(path)) == []
+    # Nobody says at which step it goes on: the ranks may not agree.
+    (tmp_path / "checkpoint.pt").rename(tmp_path / "kept.pt")
+    done = torchrun(2, "tests.ranks_elastic", str(tmp_path), "1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    with pyscan.open(path) as run:
+        told = [event["rank"] for event in run.events if "without scan.load_state_dict" in event.get("text", "")]
+    assert told == [0, 1]
+    (tmp_path / "kept.pt").rename(tmp_path / "checkpoint.pt")
     # One rank fewer: the run goes on from its last checkpoint, which is step 40.
     done = torchrun(1, "tests.ranks_elastic", str(tmp_path), "55")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -148,3 +158,27 @@ def test_a_job_whose_worker_is_killed_goes_on_with_every_step_once(tmp_path: Pat
         changed = [event for event in run.events if event["kind"] == "world_changed"]
         assert [(event["step"], event["before"], event["world"]) for event in changed] == [(41, 2, 1)]
         assert not pyscan.is_absent(run.act("0.weight")).any()
+
+
+@pytest.mark.slow
+def test_experts_that_live_on_one_rank_each_are_seen_with_the_tokens_of_all(tmp_path: Path) -> None:
+    done = torchrun(2, "tests.ranks_experts", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for implementation in ("eager", "grouped_mm"):
+        scan, _ = ranks_experts.train(ranks_experts.make(implementation), 0, 1, watch=False)
+        wanted = scan.latest()["param_stats"]
+        ranks = [json.loads((tmp_path / f"{implementation}-{rank}.json").read_text()) for rank in range(2)]
+        assert [(rank["same_losses"], rank["events"]) for rank in ranks] == [(True, [])] * 2
+        with pyscan.open(tmp_path / f"{implementation}.mscan") as run:
+            assert [site.name for site in run.sites] == list(wanted)
+            for name, stats in wanted.items():
+                act, grad = float(run.act(name)[-1]), float(run.grad(name)[-1])
+                assert act == pytest.approx(stats["activation_norm"], rel=2e-3), name
+                assert grad == pytest.approx(stats["grad_norm"], rel=2e-3), name
+        experts = [name for name in wanted if ".experts." in name]
+        assert len(experts) == 16
+        for name in experts:
+            held = [rank["latest"][name] for rank in ranks if rank["latest"][name]["activation_norm"] is not None]
+            assert len(held) == 1, f"{name} lives on one rank"
+            assert held[0]["activation_norm"] == pytest.approx(wanted[name]["activation_norm"], rel=1e-5)
+            assert held[0]["grad_norm"] == pytest.approx(wanted[name]["grad_norm"], rel=1e-5)

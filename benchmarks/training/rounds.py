@@ -1,7 +1,8 @@
 """Contestants in turns: one turn each per round, in an order that is drawn anew, until the noise is small enough.
 
 Receives names and hands on, for each, the ratio of its time to that of the two bare contestants of the same round. The
-two bare ones tell the noise: the run goes on until the median of their ratio is known to within the bound.
+two bare ones tell the noise: the run goes on until the median of their ratio is known to within the bound. Where its
+memory comes to lie makes a process faster or slower for all its life, so all contestants are started anew some times.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ BARE = ("bare", "bare again")
 NOISE = 0.005
 WARMUP_ROUNDS = 3
 FEWEST_ROUNDS = 20
+LAUNCHES = 4
 # A turn of those that leave steps out must hold scanned and other steps in their proportion.
 SPARSE, STEPS_OF_SPARSE = {"pyscan every 10th", "pyscan budget"}, 20
 
@@ -90,6 +92,10 @@ class Taken:
     losses: list[float] = field(default_factory=list)
     claimed: list[float] = field(default_factory=list)  # overhead that a scanner measured itself
 
+    def add(self, other: Taken) -> None:
+        for name, values in vars(self).items():
+            values += getattr(other, name)
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -145,22 +151,21 @@ def compare(
     names: list[str], model: str, *, rounds: int | None, seconds: float, log: Path, threads: int = 2, **options: Any
 ) -> dict[str, Any]:
     """A table's worth of contestants, each in its process, as `report.py` takes it."""
-    server = Server(log)
-    runners: dict[str, Runner] = {}
+    num_steps = STEPS_OF_SPARSE if SPARSE.intersection(names) else MODELS[model].steps_per_turn
+    launches = LAUNCHES if rounds is None else 1
     unavailable: dict[str, str] = {}
-    num_steps = MODELS[model].steps_per_turn
-    if SPARSE.intersection(names):
-        num_steps = STEPS_OF_SPARSE
+    taken: dict[str, Taken] = {}
+    closed: dict[str, dict[str, Any]] = {}
+    server = Server(log)
     try:
-        for name in [*BARE, *names]:
-            try:
-                runners[name] = server.start(name=name, model=model, threads=threads, **options)
-                runners[name].turn(1)
-            except RuntimeError as error:
-                runners.pop(name, None)
-                unavailable[name] = str(error)
-        taken = take_turns(runners, num_steps, rounds=rounds, seconds=seconds)
-        closed = {name: runner.close() for name, runner in runners.items()}
+        for _ in range(launches):
+            present = [name for name in [*BARE, *names] if name not in unavailable]
+            runners, failed = _start(server, present, model=model, threads=threads, **options)
+            unavailable |= failed
+            part = take_turns(runners, num_steps, rounds=rounds, seconds=seconds / launches)
+            for name, mine in part.items():
+                taken.setdefault(name, Taken()).add(mine)
+            closed = {name: runner.close() for name, runner in runners.items()}
     finally:
         server.close()
     bare = [taken[name] for name in BARE]
@@ -169,12 +174,27 @@ def compare(
         "threads": threads,
         **options,
         "rounds": len(taken["bare"].wall),
+        "launches": launches,
         "steps_per_turn": num_steps,
         "settled": is_settled(taken),
         "bare_ms": statistics.median(taken["bare"].wall) * 1e3,
         "unavailable": unavailable,
         "contestants": {name: _figures(mine, bare) | closed[name] for name, mine in taken.items()},
     }
+
+
+def _start(server: Server, names: list[str], **task: Any) -> tuple[dict[str, Runner], dict[str, str]]:
+    """The contestants that can run, and why the others cannot."""
+    runners: dict[str, Runner] = {}
+    unavailable: dict[str, str] = {}
+    for name in names:
+        try:
+            runners[name] = server.start(name=name, **task)
+            runners[name].turn(1)
+        except RuntimeError as error:
+            runners.pop(name, None)
+            unavailable[name] = str(error)
+    return runners, unavailable
 
 
 def _figures(mine: Taken, bare: list[Taken]) -> dict[str, Any]:
