@@ -68,7 +68,8 @@ bench-training: build  ## A training step beside other scanners, until the noise
 	$(BIN)/python -m benchmarks.document --write
 
 $(VENV)/.peers: $(VENV)/.built
-	$(BIN)/pip install -q -c requirements-dev.txt --no-build-isolation -e ".[peers]"
+	sed 's/\[.*\]//' requirements-dev.txt > $(VENV)/constraints.txt  # which may not name extras
+	$(BIN)/pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e ".[peers]"
 	@touch $@
 
 bench-peers: $(VENV)/.peers bench-training  ## The same with the tools of others installed
