@@ -7,9 +7,10 @@ reaches the positions before it as well, and the sum of all its gradients must b
 
 from __future__ import annotations
 
-import contextlib
+import statistics
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import pyscan
-from benchmarks.training.models import MODELS, make
+from benchmarks.training.models import MODELS, Training, make
 
 WIDTH, DEPTH, TOKENS = 256, 4, 64
 
@@ -64,43 +65,55 @@ def test_tokens(benchmark: Any, who: str) -> None:
         np.testing.assert_allclose(found, torch.tensor(per_token(model, x)).numpy(), 1e-4)
 
 
-@pytest.mark.parametrize("who", ["bare", "tokens", "one backward per token"])
-def test_tokens_of_a_decoder(benchmark: Any, who: str) -> None:
+def test_tokens_of_a_decoder(benchmark: Any) -> None:
+    """A bare step and one with tokens take turns; a backward for every token is taken once: it lasts minutes."""
     shape = MODELS["minimind" if benchmark.enabled else "tiny"]
-    model, _, _, ids = vars(make(shape)).values()
+    bare, scanned = make(shape), make(shape)
+    ids, losses, seconds = bare.ids, bare.ids.numel() - len(bare.ids), []
 
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
+    def step(training: Training) -> float:
+        start = time.perf_counter()
+        training.model(input_ids=ids, labels=ids).loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    with pyscan.attach(scanned.network, optimizer=scanned.optimizer, tokens=True) as scan:
+        for turn in range(20 if benchmark.enabled else 2):
+            first, second = (bare, scanned) if turn % 2 else (scanned, bare)
+            taken = {id(first): step(first), id(second): step(second)}
+            seconds.append((taken[id(bare)], taken[id(scanned)]))
+            scan.rows.clear()
+        assert scan.tokens()["lm_head.weight"]["contribution"].shape == ids.shape
+    grads = benchmark.pedantic(every_token, (bare.network, ids), rounds=1)
+    assert grads.num_tokens == losses
+    bare.network(input_ids=ids, labels=ids).loss.backward()
+    for total, p in zip(grads.totals, matrices(bare.network), strict=True):
+        torch.testing.assert_close(total, p.grad, rtol=1e-3, atol=1e-3 * float(p.grad.abs().max()))
+    usual = statistics.median(one for one, _ in seconds)
+    ratio = statistics.median(other / one for one, other in seconds)
+    each = "" if benchmark.stats is None else f", one backward per token x{benchmark.stats['mean'] / usual:.0f}"
+    print(f"\n{losses} tokens, {shape.layers} layers of {shape.hidden}: bare {usual:.3f} s, tokens x{ratio:.3f}{each}")
+
+
+class Grads(NamedTuple):
+    num_tokens: int
+    totals: list[Tensor]
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim > 1]
+
+
+def every_token(model: nn.Module, ids: Tensor) -> Grads:
+    """The norms that one backward per token gives, and the sum of all gradients."""
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    losses = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none") / len(logits)
+    weights = matrices(model)
+    norms, totals = [], [torch.zeros_like(p) for p in weights]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+        norms.append(torch._foreach_norm([p.grad for p in weights]))
+        torch._foreach_add_(totals, [p.grad for p in weights])
         model.zero_grad()
-
-    def every_token() -> None:
-        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        losses = nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none") / len(logits)
-        for loss in losses:
-            loss.backward(retain_graph=True)
-            found.append(torch.stack([p.grad.norm() for p in weights]))
-            summed[:] = [total + p.grad for total, p in zip(summed, weights, strict=True)]
-            model.zero_grad()
-
-    benchmark.group = f"every token of a decoder of {shape.layers} layers of {shape.hidden}, {shape.tokens} tokens"
-    if who == "one backward per token":
-        weights = [p for p in model.parameters() if p.ndim > 1]
-        found: list[Tensor] = []
-        summed = [torch.zeros(()) for _ in weights]
-        benchmark.pedantic(every_token, rounds=1)
-        assert len(found) == ids.numel() - len(ids)
-        model(input_ids=ids, labels=ids).loss.backward()
-        for total, p in zip(summed, weights, strict=True):
-            torch.testing.assert_close(total, p.grad, rtol=1e-3, atol=1e-3 * float(p.grad.abs().max()))
-        return
-    with pyscan.attach(model, tokens=True) if who == "tokens" else contextlib.nullcontext() as scan:
-
-        def run() -> None:
-            step()
-            if scan is not None:
-                scan.step()
-                scan.rows.clear()
-
-        benchmark.pedantic(run, rounds=15, warmup_rounds=2)
-        if scan is not None:
-            assert scan.tokens()["lm_head.weight"]["contribution"].shape == ids.shape
+    return Grads(len(norms), totals)

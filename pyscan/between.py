@@ -34,12 +34,16 @@ class Between:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._paths = {name: _Path() for name in _COMPARED}
+        self._paths: dict[str, _Path] = {}
+        self._names: list[str] = []  # of the sites
         self._num_told: Counter[int] = Counter()
         self._bad: list[tuple[int, int, int, int]] = []  # row, pass, site, rank
         self._is_bad = False
 
     def begin(self, sites: Sequence[SiteInfo], ranks: Sequence[int], num_rows: int) -> None:
+        names = [site.name for site in sites]
+        if names != self._names:  # the model has changed: what was known belongs to other sites
+            self._paths, self._names = {name: _Path() for name in _COMPARED}, names
         self._sites = sites
         self._ranks = {rank: place for place, rank in enumerate(ranks)}
         self._shape = num_rows, len(ranks), len(sites)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import pyscan
-from pyscan import cli, live_merge
+from pyscan import cli, codecs, live_merge
 from pyscan.check import check
 from pyscan.format import ROW_RESUMED
 from pyscan.live_merge import LiveMerge, live_path
 from pyscan.ranks import rank_path
-from tests.make_scan import Builder, site
-from tests.test_ranks import ddp, random_values, write_ddp, write_rank
+from pyscan.schema import Schema
+from tests.make_scan import Builder, make_rows, site
+from tests.test_ranks import CHANNELS, ddp, random_values, write_ddp, write_rank
 
 
 def write_first(path: Path, num_steps: int, skip: tuple[int, ...] = ()) -> None:
@@ -88,6 +89,34 @@ def test_a_restart_voids_what_it_abandons(tmp_path: Path) -> None:
     same_as_the_ranks(path, live)
     with pyscan.open(live) as run:
         assert run.steps["step"].tolist() == list(range(1, 26))
+    assert check(live) == []
+
+
+def test_a_model_that_grows_is_followed(tmp_path: Path) -> None:
+    path, live = tmp_path / "run.mscan", tmp_path / "live.mscan"
+    rng = np.random.default_rng(2)
+
+    def write(rank: int, num_steps: int) -> None:
+        mesh, rules = ddp(rank, 2)
+        first = [site("a.weight", 1, merge=rules)]
+        both = [*first, site("b.weight", 1, merge=rules)]
+        builder = Builder(Schema("m", CHANNELS, tuple(first), rank=rank, world=2, mesh=mesh), run_id=bytes([rank] * 16))
+        for sites, steps in ((first, range(1, 11)), (both, range(11, num_steps + 1))):
+            if sites is both:
+                builder.writer.schema(Schema("m", CHANNELS, tuple(both), rank=rank, world=2, mesh=mesh))
+            values = random_values(rng, len(sites), len(sites), len(steps))
+            builder.writer.steps(make_rows(steps), [codecs.encode(values[c.name], c.codec) for c in CHANNELS])
+        builder.save(Path(rank_path(str(path), rank)))
+
+    merge = LiveMerge(path, live)
+    for num_steps in (10, 20):
+        for rank in range(2):
+            write(rank, num_steps)
+        merge.update()
+    merge.close()
+    with pyscan.open(live) as run:
+        assert run.steps["step"].tolist() == list(range(1, 21))
+        assert pyscan.is_absent(run.act("b")).tolist() == [True] * 10 + [False] * 10
     assert check(live) == []
 
 
