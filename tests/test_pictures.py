@@ -155,7 +155,7 @@ def test_watch_follows_a_run_on_a_terminal_in_colour(tmp_path: Path) -> None:
             assert "loss 2.500" in read_until(ours, "loss 2.500")
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=20)
+            read_to_the_end(ours, process)
             os.close(ours)
             os.close(theirs)
     assert process.returncode == 130
@@ -167,6 +167,15 @@ def read_until(terminal: int, wanted: str, seconds: float = 30) -> str:
         if select.select([terminal], [], [], 0.2)[0]:
             text += os.read(terminal, 65536).decode(errors="replace")
     return text
+
+
+def read_to_the_end(terminal: int, process: subprocess.Popen[bytes], seconds: float = 30) -> None:
+    """A screen is longer than what a terminal takes unread: whoever writes it waits for a reader, also to end."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        assert time.monotonic() < deadline, "it does not end"
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
 
 
 # Notebooks
