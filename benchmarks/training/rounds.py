@@ -28,8 +28,8 @@ NOISE = 0.005
 WARMUP_ROUNDS = 3
 FEWEST_ROUNDS = 20
 LAUNCHES = 4
-# glibc gives the gradients' memory back to the system when they are freed and asks for it again in the next step, some
-# 20,000 page faults, or does not, by what happens to lie on top of its heap: an accident that every contestant changes.
+# glibc gives the gradients' memory back to the system when they are freed and asks for it again in the next step:
+# 10,000 to 30,000 page faults, another number in every step and process, with every contestant and without one.
 STEADY_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 34)}
 # A turn of those that leave steps out must hold scanned and other steps in their proportion.
 SPARSE, STEPS_OF_SPARSE = {"pyscan every 10th", "pyscan budget"}, 20
