@@ -101,11 +101,8 @@ def _owners(sites: Sequence[Site]) -> list[_Owner]:
             continue
         others = itertools.takewhile(lambda s: s.expert, itertools.islice(sites, index + 1, None))
         num_experts = None if site.expert is None else 1 + sum(1 for _ in others)
-        if site.held.experts is not None:  # the others are on other ranks
-            first, num_experts = index + site.held.experts.start, site.held.experts.length
-        else:
-            first = index
-        slot = Slot(first, site.name, site.holder, site.attribute, site.in_axis, site.shape[1], num_experts)
+        start, num_here = site.held.experts or (0, num_experts)  # others may be on other ranks
+        slot = Slot(index + start, site.name, site.holder, site.attribute, site.in_axis, site.shape[1], num_here)
         owners.setdefault(site.module, _Owner(site.module)).slots.append(slot)
     return list(owners.values())
 

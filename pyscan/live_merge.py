@@ -23,11 +23,9 @@ from pyscan.errors import ScanError
 from pyscan.frame_writer import FrameWriter
 from pyscan.payloads import Event
 from pyscan.rank_files import find_ranks
-from pyscan.ranks import RankedRun, open_ranks
+from pyscan.ranks import PASSING_EVENTS, RankedRun, open_ranks
 from pyscan.rewrite import write_merged
 
-# True of the moment while ranks still write; of the run when they have ended.
-_PASSING = ("rank_missing", "rank_shorter", "rank_late")
 _PATIENCE_SECONDS = 10.0
 _NICENESS = 10
 
@@ -71,8 +69,8 @@ class LiveMerge:
             self._file = None
 
     def is_behind(self) -> bool:
-        """Whether some rank has rows that another has not."""
-        return self._run is None or len({int(f.steps[-1]) for f in self._run.ranks.facts.values() if len(f.steps)}) > 1
+        """Whether some rank of the present world has rows that another has not."""
+        return self._run is None or any(event["kind"] == "rank_shorter" for event in self._run.recorded_events)
 
     def _look(self) -> tuple[RankedRun | None, int]:
         """The run as it is now, and the first of its rows that is not in the file, or stands there as it was before."""
@@ -96,7 +94,7 @@ class LiveMerge:
             self._writer.schema(schema)
         write_merged(run, self._writer, first)
         self._num_rows = len(run)
-        self._tell(event for event in run.events if event["kind"] not in _PASSING)
+        self._tell(event for event in run.events if event["kind"] not in PASSING_EVENTS)
         self._file.flush()
         if is_new:
             temporary.replace(self._target)

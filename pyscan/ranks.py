@@ -26,6 +26,8 @@ from pyscan.schema import Channel, Schema, SiteInfo
 
 __all__ = ["RankedRun", "find_ranks", "open_ranks", "rank_path"]
 
+# Events that are true of the moment while ranks still write, and of the run when they have ended.
+PASSING_EVENTS = ("rank_missing", "rank_shorter", "rank_late")
 # Cells that are merged at once when sites are read one after the other, or there are more ranks than open files.
 _AHEAD_CELLS = 1 << 22
 # Norms of all ranks that are held at once to be compared, per channel; 4 bytes each.

@@ -135,7 +135,6 @@ class Scanner:
         self.schema = self._schema()
         self.path = None if path is None else own_path(Path(path), resume=config.resume)
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
-        self._end_live = start_live(path, config.live_seconds)
         self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
         self._is_unplaced = self._step > 1 and self._placements is not None  # until somebody says at which step it is
         self._tokens = TokenRows(config.tokens, self._writer, self._event) if config.tokens is not False else None
@@ -144,6 +143,7 @@ class Scanner:
         self._row_start = _clock()
         attached.add(self)
         self._announce()
+        self._end_live = self._start_live(path)
 
     # What users call
 
@@ -448,6 +448,13 @@ class Scanner:
                 self._event("note", site=site.name, text=site.note)
         for text in wrappers.remarks(self._model):
             self._warn(f"{text}.")
+
+    def _start_live(self, path: str | Path | None) -> Callable[[], None]:
+        try:
+            return start_live(path, self.config.live_seconds)
+        except OSError as error:
+            self._warn(f"the ranks' files are not merged while the run lasts: {error}.")
+            return nothing
 
     # Called from hooks
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
 import pyscan
-from pyscan import cli, codecs, live_merge
+from pyscan import cli, codecs, live_merge, process
 from pyscan.check import check
 from pyscan.format import ROW_RESUMED
 from pyscan.live_merge import LiveMerge, live_path
@@ -153,19 +156,19 @@ def test_it_merges_in_a_process_of_its_own_that_ends_with_the_one_that_started_i
     live = live_path(path)
     assert live == tmp_path / "run.live.mscan"
     write_first(path, 30)
-    process = live_merge.start(path, 0.1)
+    child = live_merge.start(path, 0.1)
     until(live.exists)
     write_first(path, 60)
     until(lambda: len(pyscan.open(live)) == 60)
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
-    process.stdin.close()
-    until(lambda: process.poll() is not None)
-    assert process.returncode == 0
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    child.stdin.close()
+    until(lambda: child.poll() is not None)
+    assert child.returncode == 0
     same_as_the_ranks(path, live)
     assert pyscan.open(live).file.has_index
 
 
-def until(condition: object, seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it took too long"
@@ -190,6 +193,17 @@ def test_the_command_follows_until_it_is_interrupted(tmp_path: Path, capsys: pyt
     assert "above 0" in capsys.readouterr().err
 
 
+def test_a_machine_that_starts_no_process_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, seconds: float) -> None:
+        raise BlockingIOError("no process left")
+
+    monkeypatch.setattr(process, "rank_and_world", lambda: (0, 2))
+    monkeypatch.setattr(live_merge, "start", refuse)
+    with pytest.warns(RuntimeWarning, match="no process left"):
+        scan = pyscan.attach(nn.Linear(4, 2), tmp_path / "run.mscan", live=True)
+    scan.close()
+
+
 def test_it_is_a_process_that_imports_no_torch() -> None:
     code = "import sys, pyscan.live_merge; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([os.sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

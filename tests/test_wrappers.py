@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -87,11 +89,10 @@ def test_parameters_of_deepspeed_are_known() -> None:
         pyscan.attach(model).close()
 
 
-def test_warnings_that_are_errors_do_not_leave_the_scanner(recwarn: pytest.WarningsRecorder) -> None:
-    import warnings
-
+def test_warnings_that_are_errors_do_not_leave_the_scanner() -> None:
     model = network()
     model[0].weight.ds_id = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pyscan.attach(model).close()
+        with pyscan.attach(model) as scan:
+            assert [event["text"][:9] for event in scan.events if event["kind"] == "note"] == ["DeepSpeed"]

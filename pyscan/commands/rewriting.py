@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from pyscan.commands.base import Verb, add_output, add_scan, finished, new_output, open_run, require_scan
 
-_OF_RANKS = ("rank_missing", "rank_shorter", "rank_late")
-
 
 def _since(event: dict[str, Any]) -> str:
     return str(event.get("reason") or f"step {event['step']:,}")
@@ -42,6 +40,7 @@ class RewritingVerb(Verb):
 def rewrite_scan(rewrite: Rewrite, args: argparse.Namespace) -> None:
     """Write the new scan under its name once it is whole, and say what it holds."""
     from pyscan import tables, text
+    from pyscan.ranks import PASSING_EVENTS
 
     require_scan(args.scan)
     output = new_output(args, args.scan, tail=True)
@@ -50,7 +49,7 @@ def rewrite_scan(rewrite: Rewrite, args: argparse.Namespace) -> None:
     Path(f"{output}.tail").unlink(missing_ok=True)
     with open_run(output) as run:
         rows = text.plural(len(run.steps), "row")
-        told = [event for event in run.events if event["kind"] in _OF_RANKS]
+        told = [event for event in run.events if event["kind"] in PASSING_EVENTS]
     for event in told:
         print(f"{event['kind'].replace('_', ' ')}: rank {event.get('rank')}, {_since(event)}", file=sys.stderr)
     print(f"{output}: {rows}, {text.size(output.stat().st_size)}", file=sys.stderr)
