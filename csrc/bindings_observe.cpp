@@ -1,6 +1,7 @@
 // The quick way of an input from a hook to its slot. pyscan/capture.py says which inputs count; this is that decision
 // for the plain case (an ordinary contiguous tensor, outside a backward, no mask), without a Python frame. Whatever is
-// not plain goes back to capture.py. All of it runs under the GIL, which guards the state.
+// not plain goes back to capture.py. In front of it the shortcut of hooks.py to a module's forward. All of it runs
+// under the GIL, which guards the state.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -121,6 +122,71 @@ py::object MakeObserver(py::object buffer, py::object state, int64_t site, int64
   return py::reinterpret_steal<py::object>(PyCFunction_New(&see_definition, self.ptr()));
 }
 
+// The call of a module whose only hook is one of ours: torch's way around hooks takes longer than the hook itself.
+struct Alone {
+  py::object hook;
+  std::vector<py::object> global_hooks;  // torch's dicts of hooks on every module
+  py::str name_pre_hooks{"_forward_pre_hooks"};
+  std::vector<py::str> names_others{"_forward_hooks", "_backward_hooks", "_backward_pre_hooks"};
+  py::str name_probe, name_see{"see"};
+};
+
+// True if a plain call of the module would run the hook and forward, and nothing else.
+bool IsAlone(const Alone& alone, PyObject* attributes) {
+  if (!HasTorch()) return false;
+  for (const py::object& hooks : alone.global_hooks)
+    if (PyDict_GET_SIZE(hooks.ptr()) != 0) return false;
+  for (const py::str& name : alone.names_others) {
+    PyObject* hooks = PyDict_GetItemWithError(attributes, name.ptr());
+    if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
+  }
+  PyObject* hooks = PyDict_GetItemWithError(attributes, alone.name_pre_hooks.ptr());
+  if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 1) return false;
+  Py_ssize_t position = 0;
+  PyObject* hook = nullptr;
+  return PyDict_Next(hooks, &position, nullptr, &hook) && hook == alone.hook.ptr() && !IsTracing();
+}
+
+// The first argument of a call; None without one.
+PyObject* FirstArgument(PyObject* args, PyObject* kwargs) {
+  if (PyTuple_GET_SIZE(args) > 0) return PyTuple_GET_ITEM(args, 0);
+  Py_ssize_t position = 0;
+  PyObject* value = Py_None;
+  PyDict_Next(kwargs, &position, nullptr, &value);
+  return value;
+}
+
+PyObject* SeeAlone(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  const auto& alone = *static_cast<Alone*>(PyCapsule_GetPointer(self, nullptr));
+  if (num_args != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "a module, its arguments and its keywords are needed");
+    return nullptr;
+  }
+  const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
+  if (!attributes || !IsAlone(alone, attributes.ptr())) return PyErr_Clear(), Py_NewRef(Py_False);
+  PyObject* probe = PyDict_GetItemWithError(attributes.ptr(), alone.name_probe.ptr());
+  if (probe == nullptr) return PyErr_Clear(), Py_NewRef(Py_False);
+  const auto see = py::reinterpret_steal<py::object>(PyObject_GetAttr(probe, alone.name_see.ptr()));
+  if (!see) return nullptr;
+  PyObject* seen = PyObject_CallOneArg(see.ptr(), FirstArgument(args[1], args[2]));
+  if (seen == nullptr) return nullptr;
+  Py_DECREF(seen);
+  Py_RETURN_TRUE;
+}
+
+PyMethodDef see_alone_definition = {
+    "see_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(SeeAlone)), METH_FASTCALL,
+    "(module, args, kwargs) -> whether forward is all that is left to call; if not, nothing was done."};
+
+py::object MakeSeeAlone(const py::object& hook, const std::vector<py::object>& global_hooks, const py::str& probe) {
+  for (const py::object& hooks : global_hooks)
+    if (!PyDict_Check(hooks.ptr())) throw py::type_error("global_hooks must be dicts");
+  auto* alone = new Alone{hook, global_hooks};
+  alone->name_probe = probe;
+  const py::capsule self(alone, [](void* p) { delete static_cast<Alone*>(p); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&see_alone_definition, self.ptr()));
+}
+
 void MeetMany(CaptureState& state, int64_t first, int64_t num_sites) {
   const auto known = static_cast<int64_t>(state.is_in_order.size());
   if (first < 0 || num_sites < 0 || first > known - num_sites) throw py::value_error("there is no such site");
@@ -154,6 +220,7 @@ void BindObserve(py::module_& m) {
       .def("forget_order", &ForgetOrder)
       .def("forget", [](CaptureState& state) { state.last = py::none(); });
   m.def("make_observer", &MakeObserver);
+  m.def("make_see_alone", &MakeSeeAlone);
   m.def("use_torch", &UseTorch);
 }
 

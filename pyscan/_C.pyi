@@ -95,6 +95,9 @@ class CaptureState:
 def make_observer(
     buffer: StepBuffer, state: CaptureState, site: int, num_features: int, careful: Callable[[Any], None], /
 ) -> Callable[[Any], None]: ...
+def make_see_alone(
+    hook: Callable[..., None], global_hooks: list[dict[int, Any]], probe: str, /
+) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]: ...
 def use_torch(
     tensor_type: type,
     is_grad_enabled: Callable[[], bool],

@@ -2,21 +2,28 @@
 
 Every watched module carries a probe, and one shared function as its forward hook: in eager code the function hands the
 call to the probe; inside torch.compile it becomes one opaque operator on a tensor that stands for the probe, so that
-neither the number of layers nor the state of the scanner makes a new graph.
+neither the number of layers nor the state of the scanner makes a new graph. Where it is the only hook of a module, a
+shortcut calls it and forward, and leaves out torch's way around hooks, which takes longer than the hook itself.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
+from pyscan import _C
 from pyscan.gradients import nothing
 
 PROBE = "_pyscan_probe"
+# What torch calls in the place of `_call_impl`, made for modules that are compiled in place; copies do not have it.
+CALL = "_compiled_call_impl"
+_is_tracing_graph = torch.compiler.is_dynamo_compiling
 _is_compiling = torch.compiler.is_compiling
 
 _probes: dict[int, Callable[[Tensor], None]] = {}  # value of a key -> what an observed tensor is given to
@@ -67,7 +74,10 @@ def watch_input(
 ) -> Callable[[], None]:
     """Call `see` with the first argument of every forward of `module`; returns what ends it."""
     _forget_copied(module._forward_pre_hooks, before_forward)
-    return _watch(module, Probe(see, see_compiled), module.register_forward_pre_hook(before_forward, with_kwargs=True))
+    handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
+    if getattr(module, CALL, False) is None and type(module)._call_impl is nn.Module._call_impl:
+        module.__dict__[CALL] = MethodType(call_alone, module)
+    return _watch(module, Probe(see, see_compiled), handle)
 
 
 def watch_output(
@@ -89,6 +99,25 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             torch.ops.pyscan.observe(x.detach(), module._pyscan_probe.key)  # type: ignore[union-attr]
         return
     module.__dict__[PROBE].see(x)
+
+
+_see_alone = _C.make_see_alone(
+    before_forward,
+    [
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_backward_pre_hooks,
+        torch_module._global_backward_hooks,
+    ],
+    PROBE,
+)
+
+
+def call_alone(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call of a watched module. With any other hook, and in a graph that is traced, all is left to torch."""
+    if _is_tracing_graph() or not _see_alone(module, args, kwargs):
+        return module._call_impl(*args, **kwargs)
+    return module.forward(*args, **kwargs)
 
 
 def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -113,5 +142,7 @@ def _watch(module: nn.Module, probe: Probe, handle: Any) -> Callable[[], None]:
         probe.close()
         if module.__dict__.get(PROBE) is probe:
             del module.__dict__[PROBE]
+        if getattr(module.__dict__.get(CALL), "__func__", None) is call_alone:
+            del module.__dict__[CALL]
 
     return end
