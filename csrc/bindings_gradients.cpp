@@ -70,7 +70,7 @@ class GradientWatch {
 
   bool active = true;
   int num_threads = 1;
-  double seconds = 0;     // spent since somebody set it to zero
+  double seconds = 0;     // spent in this step
   int64_t num_reads = 0;  // of gradients, since the beginning
 
   // Weights in the order in which their gradients first came in this step.
@@ -131,8 +131,8 @@ class GradientWatch {
     });
   }
 
-  // The row is closed: what was counted is what to expect.
-  void NextStep() {
+  // The row is closed: what was counted is what to expect. Returns the seconds spent in the step that ended.
+  double NextStep() {
     order_.clear();
     dirty_.clear();
     waiting_.clear();
@@ -143,6 +143,7 @@ class GradientWatch {
       weight.is_waiting = false;
       weight.version = -1;
     }
+    return std::exchange(seconds, 0.0);
   }
 
   // Runs `work`; no exception of it reaches autograd.

@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -43,6 +44,7 @@ struct CaptureState {
   // records its sites in the backward, last layer first, but has met them in the forward.
   std::vector<int64_t> order;
   std::vector<char> is_in_order;  // per site
+  bool is_before_forward = true;  // no forward with gradients has begun in this step
 
   void Meet(int64_t site) {
     if (is_in_order[site]) return;
@@ -198,6 +200,18 @@ void ForgetOrder(CaptureState& state) {
   state.order.clear();
 }
 
+// The first forward of a step is the one whose order counts, not a generate() before it.
+void ForwardBegins(CaptureState& state) {
+  if (std::exchange(state.is_before_forward, false)) ForgetOrder(state);
+}
+
+double EndStep(CaptureState& state) {
+  ForgetOrder(state);
+  state.is_before_forward = true;
+  state.last = py::none();
+  return std::exchange(state.seconds, 0.0);
+}
+
 }  // namespace
 
 void BindObserve(py::module_& m) {
@@ -217,7 +231,8 @@ void BindObserve(py::module_& m) {
       .def_readonly("direct", &CaptureState::direct)
       .def_readonly("order", &CaptureState::order)
       .def("meet", &MeetMany)
-      .def("forget_order", &ForgetOrder)
+      .def("forward_begins", &ForwardBegins)
+      .def("end_step", &EndStep)
       .def("forget", [](CaptureState& state) { state.last = py::none(); });
   m.def("make_observer", &MakeObserver);
   m.def("make_see_alone", &MakeSeeAlone);

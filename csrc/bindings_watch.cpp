@@ -2,8 +2,12 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "glance.h"
@@ -41,53 +45,52 @@ py::tuple GlanceAtRow(const Doubles& cells, const Integers& starts, int64_t num_
   return py::make_tuple(glance.largest, glance.gradient, glance.has_bad, glance.is_above);
 }
 
-void CheckLengths(const py::list& a, const py::list& b) {
-  if (PyList_GET_SIZE(a.ptr()) != PyList_GET_SIZE(b.ptr())) throw py::value_error("the lists must be of one length");
-}
+// Where things were found in a model: dicts with the number of their entries, entries of dicts, attributes of objects.
+class ModelPlaces {
+ public:
+  struct Place {
+    py::object home, key, found;
+  };
+  using Places = std::vector<std::tuple<py::object, py::object, py::object>>;
 
-// Whether homes[i][keys[i]] is found[i], for every i.
-bool AllInPlace(const py::list& homes, const py::list& keys, const py::list& found) {
-  CheckLengths(homes, keys);
-  CheckLengths(homes, found);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(homes.ptr()); ++i) {
-    PyObject* now = PyDict_GetItemWithError(PyList_GET_ITEM(homes.ptr(), i), PyList_GET_ITEM(keys.ptr(), i));
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if (now != PyList_GET_ITEM(found.ptr(), i)) return false;
+  ModelPlaces(const std::vector<py::dict>& families, const Places& entries, const Places& attributes) {
+    for (const py::dict& family : families) families_.emplace_back(family, PyDict_Size(family.ptr()));
+    for (const auto& [home, key, found] : entries) {
+      if (!PyDict_Check(home.ptr())) throw py::type_error("entries are of dicts");
+      entries_.push_back({home, key, found});
+    }
+    for (const auto& [home, key, found] : attributes) attributes_.push_back({home, key, found});
   }
-  return true;
-}
 
-int64_t NumEntries(const py::list& families) {
-  int64_t count = 0;
-  for (const py::handle family : families) {
-    const Py_ssize_t size = PyDict_Size(family.ptr());
-    if (size < 0) throw py::error_already_set();
-    count += size;
+  bool Changed() const {
+    for (const auto& [family, size] : families_)
+      if (PyDict_Size(family.ptr()) != size) return true;
+    for (const Place& place : entries_) {
+      PyObject* now = PyDict_GetItemWithError(place.home.ptr(), place.key.ptr());
+      if (now == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      if (now != place.found.ptr()) return true;
+    }
+    for (const Place& place : attributes_) {
+      const auto now = py::reinterpret_steal<py::object>(PyObject_GetAttr(place.home.ptr(), place.key.ptr()));
+      if (!now) throw py::error_already_set();
+      if (!now.is(place.found)) return true;
+    }
+    return false;
   }
-  return count;
-}
 
-// Whether the attribute of objects[i] is values[i], for every i.
-bool AllHave(const py::list& objects, const py::str& attribute, const py::list& values) {
-  CheckLengths(objects, values);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()); ++i) {
-    PyObject* now = PyObject_GetAttr(PyList_GET_ITEM(objects.ptr(), i), attribute.ptr());
-    if (now == nullptr) throw py::error_already_set();
-    const bool is_same = now == PyList_GET_ITEM(values.ptr(), i);
-    Py_DECREF(now);
-    if (!is_same) return false;
-  }
-  return true;
-}
+ private:
+  std::vector<std::pair<py::dict, Py_ssize_t>> families_;
+  std::vector<Place> entries_, attributes_;
+};
 
 }  // namespace
 
 void BindWatch(py::module_& m) {
   m.def("glance", &GlanceAtRow, py::arg().noconvert(), py::arg().noconvert(), py::arg(), py::arg(),
         py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg(), py::pos_only());
-  m.def("all_in_place", &AllInPlace);
-  m.def("num_entries", &NumEntries);
-  m.def("all_have", &AllHave);
+  py::class_<ModelPlaces>(m, "ModelPlaces")
+      .def(py::init<const std::vector<py::dict>&, const ModelPlaces::Places&, const ModelPlaces::Places&>())
+      .def("changed", &ModelPlaces::Changed);
 }
 
 }  // namespace pyscan

@@ -59,6 +59,7 @@ class RowCells:
         self.layout = Layout(schema)
         self.num_threads = torch.get_num_threads()  # of the CPU
         self._firsts = np.concatenate([[0], np.cumsum(self.layout.num_cells)]).tolist()
+        self.num_cells = int(self._firsts[-1])
         self._num_sites = len(sites)
         self._num_features = [site.held.inputs.length for site in sites]
         self._has_rows = ROWS in self.layout.channel_index
@@ -69,10 +70,6 @@ class RowCells:
         self._tied = [
             (i, self.layout.site_index[site.tied_to]) for i, site in enumerate(sites) if site.tied_to is not None
         ]
-
-    @property
-    def num_cells(self) -> int:
-        return int(self._firsts[-1])
 
     def cells(self, channel: str, site: int) -> slice:
         """Where the site's cells of a channel stand in a row."""
@@ -175,12 +172,13 @@ class StepBuffer(RowCells):
         """The finished row, gradients divided by `grad_scale`; absent cells are negative. The buffer starts anew."""
         row = np.empty(self.num_cells)
         self._native.take(grad_scale, row)
-        return self._tie(row)
+        return self._tie(row) if self._tied else row
 
     def close_row(self, closing: Closing) -> Iterable[Finished]:
         """The row of this step, finished; other engines give earlier ones."""
-        values = [float(value) for value in closing.tensors]
-        return (Finished(closing, self.take(float(closing.scale)), values),)
+        values = [value.item() for value in closing.tensors]
+        scale = 1.0 if closing.scaling is None else float(closing.scaling.scale)
+        return (Finished(closing, self.take(scale), values),)
 
     def wait_rows(self) -> Iterable[Finished]:
         """Rows that are still to come: none."""

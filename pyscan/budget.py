@@ -31,6 +31,11 @@ class Budget:
         self._num_steps = 0
 
     @property
+    def is_every_step(self) -> bool:
+        """Every step is scanned, and that will not change."""
+        return self.every == 1 and self._budget is None
+
+    @property
     def overhead(self) -> float:
         """How much longer the steps so far (of the last full window, once there is one) took because of the scanner."""
         return self._now() if self._overhead is None else self._overhead

@@ -63,10 +63,10 @@ class Closing(NamedTuple):
 
     def row(self, cells: NDArray[np.float64], values: Sequence[float]) -> Row:
         """The row, given the values of `tensors`."""
-        rest = list(values)
-        losses = [rest.pop(0) for _ in (self.seen.losses if self.loss is None else ())]
-        counts = [rest.pop(0) for _ in (self.seen.masked_counts if self.tokens is None else ())]
-        scale = rest.pop(0) if self.scaling is not None else None
+        num_losses = len(self.seen.losses) if self.loss is None else 0
+        num_counted = num_losses + (len(self.seen.masked_counts) if self.tokens is None else 0)
+        losses, counts = values[:num_losses], values[num_losses:num_counted]
+        scale, found_inf = (None, ()) if self.scaling is None else (values[num_counted], values[num_counted + 1 :])
         return Row(
             step=self.step,
             cells=cells,
@@ -74,10 +74,10 @@ class Closing(NamedTuple):
             loss=sum(losses) / (1 if self.seen.are_shares else len(losses)) if losses else self.loss,
             lr=self.lr,
             grad_scale=scale,
-            flags=SKIPPED * any(rest) | AFTER_CLIP * bool(self.late) | ROW_RESUMED * (self.resumed is not None),
+            flags=SKIPPED * any(found_inf) | AFTER_CLIP * bool(self.late) | ROW_RESUMED * (self.resumed is not None),
         )
 
-    def _num_tokens(self, counts: list[float]) -> int | None:
+    def _num_tokens(self, counts: Sequence[float]) -> int | None:
         if self.tokens is not None:
             return self.tokens
         if self.seen.num_tokens is None and not counts:

@@ -84,7 +84,7 @@ class DeviceGradientWatch:
     ) -> None:
         self.active = True
         self.num_threads = 0  # the CPU engine's
-        self.seconds = 0.0  # spent since somebody set it to zero
+        self.seconds = 0.0  # spent in this step
         self.order: list[int] = []  # of weights, as their gradients first came in this step
         self._buffer = buffer
         self._weights = [_Weight(Described(*weight)) for weight in weights]
@@ -135,8 +135,8 @@ class DeviceGradientWatch:
             weight.read = UNREAD
         self._timed(lambda: self._read(there))
 
-    def next_step(self) -> None:
-        """The row is closed: what was counted is what to expect."""
+    def next_step(self) -> float:
+        """The row is closed: what was counted is what to expect. Returns the seconds spent in the step that ended."""
         self.order = []
         self._dirty.clear()
         self._waiting.clear()
@@ -146,6 +146,8 @@ class DeviceGradientWatch:
             weight.expected = weight.num_backwards or weight.expected
             weight.num_backwards = 0
             weight.arrived = weight.read = UNREAD
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def _timed(self, work: Callable[[], None]) -> None:
         start = _clock()

@@ -18,6 +18,8 @@ from pyscan.gradients import make_nothing, nothing
 from pyscan.graph import Graph, Target
 from pyscan.shards import is_unreduced, to_local
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 class ForwardWatch:
     """Hooks on the model itself; what goes wrong in them is given to `on_error`."""
@@ -28,7 +30,7 @@ class ForwardWatch:
         mask: str | None,
         *,
         on_begin: Callable[[Tensor | None], None],
-        on_batch: Callable[[tuple[Any, ...], dict[str, Any]], None] = nothing,
+        on_batch: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
         on_end: Callable[[], None],
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -75,6 +77,15 @@ class ForwardWatch:
         self._num_tokens, self._noted_tokens, self._masked_counts = None, None, []
         return seen
 
+    def take_plain(self) -> tuple[float | None, int | None] | None:
+        """The loss and the number of tokens since the last call, where both are at hand; None: `take` them."""
+        losses = self._losses
+        if self._noted or self._noted_tokens is not None or self._masked_counts or self._are_shares:
+            return None
+        self._losses = []
+        num_tokens, self._num_tokens = self._num_tokens, None
+        return sum([loss.item() for loss in losses]) / len(losses) if losses else None, num_tokens
+
     def take_num_forwards(self) -> int:
         """How many grad-enabled forwards there were since the last call."""
         count, self._num_forwards = self._num_forwards, 0
@@ -95,14 +106,15 @@ class ForwardWatch:
         # Models of transformers that are told the items of the whole step divide each loss by them.
         self._are_shares |= kwargs.get("num_items_in_batch") is not None
         self._on_begin(mask)
-        self._on_batch(args, kwargs)
+        if self._on_batch is not None:
+            self._on_batch(args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.active or not torch.is_grad_enabled():
             return
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.numel() == 1 and _has_value(loss) and not is_unreduced(loss):
-            self._losses.append(to_local(loss.detach()))
+        loss: Any = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if (value := _single_value(loss)) is not None:
+            self._losses.append(value)
             if self.targets is None:
                 self.targets = []
                 with contextlib.suppress(RuntimeError):  # what is saved may be offloaded, or not be kept at all
@@ -112,8 +124,18 @@ class ForwardWatch:
 
 def _has_value(x: Tensor) -> bool:
     """Not so for what stands in for a tensor inside a transform, or while only shapes are computed."""
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return not (x.is_meta or is_wrapped or isinstance(x, torch._subclasses.FakeTensor))
+    if type(x) is not Tensor and isinstance(x, torch._subclasses.FakeTensor):
+        return False
+    return not (x.is_meta or _is_wrapped(x))
+
+
+def _single_value(loss: Any) -> Tensor | None:
+    """The loss as it can be read later; None for what is no single number, or not a complete one on this rank."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not _has_value(loss):
+        return None
+    if type(loss) is Tensor:
+        return loss.detach()
+    return None if is_unreduced(loss) else to_local(loss.detach())
 
 
 class _Hook:

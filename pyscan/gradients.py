@@ -77,15 +77,12 @@ class GradientReader:
 
     def read_rest(self) -> list[int]:
         """Read what the step has not read yet; returns the sites that were read so late."""
-        return [site for weight in self.state.read_rest() for site, _ in self.weights[weight].members]
+        late = self.state.read_rest()
+        return [site for weight in late for site, _ in self.weights[weight].members] if late else []
 
     def order(self) -> list[int]:
         """The sites in the order in which their gradients first came in this step, the loss's neighbours first."""
         return [site for weight in self.state.order for site, _ in self.weights[weight].members]
-
-    def next_step(self) -> None:
-        """The row is closed: what was counted is what to expect."""
-        self.state.next_step()
 
     def _describe(self, weight: Weight) -> tuple[nn.Parameter, list[int], int, int, bool]:
         """(parameter, slots of a plain gradient, rows, columns, whether to read it at once)"""

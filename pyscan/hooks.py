@@ -116,7 +116,7 @@ _see_alone = _C.make_see_alone(
 def call_alone(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The call of a watched module. With any other hook, and in a graph that is traced, all is left to torch."""
     if _is_tracing_graph() or not _see_alone(module, args, kwargs):
-        return module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
     return module.forward(*args, **kwargs)
 
 

@@ -25,7 +25,6 @@ class Meetings(Protocol):
 
     @property
     def order(self) -> list[int]: ...
-    def forget_order(self) -> None: ...
 
 
 class Lookout:
@@ -48,14 +47,7 @@ class Lookout:
         self._detail = limits.detail
         self._detail_until = -1
         self._known: Orders | None = None  # as of the first row with gradients
-        self._is_first_forward = True
         self._last_step = 0
-
-    def forward_begins(self) -> None:
-        """A forward with gradients: the first of a step is the one whose order counts, not a generate() before it."""
-        if self._is_first_forward:
-            self._is_first_forward = False
-            self._meetings.forget_order()
 
     def row(self, row: Row) -> None:
         """Look at a finished row."""
@@ -64,12 +56,9 @@ class Lookout:
             self._announce({"kind": ORDER, "step": row.step, "site": None, **self._known._asdict()})
         self._last_step = row.step
         if self._rules is not None:
-            self._tell(self._rules.see(row.step, row.cells, row.loss, row.flags))
-
-    def step_ends(self) -> None:
-        """Whether or not the step had a row."""
-        self._is_first_forward = True
-        self._meetings.forget_order()
+            events = self._rules.see(row.step, row.cells, row.loss, row.flags)
+            if events:
+                self._tell(events)
 
     def finish(self) -> None:
         """No row will follow."""

@@ -24,7 +24,7 @@ from torch import nn
 
 import pyscan
 from pyscan import attached, hook_cost, hooks, threads, wrappers
-from pyscan.accumulate import channels, site_info
+from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
 from pyscan.capture import Capture
@@ -128,6 +128,7 @@ class Scanner:
         self._late_unscaled = False
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
+        self._is_plain = False  # the next step may be closed by `_close_plain`
         self._budget = Budget(config.every, config.budget)
         self._placements = find_placements(model)
         self._inventory = self._find()
@@ -406,15 +407,15 @@ class Scanner:
             self._model,
             self.config.mask,
             on_begin=self._forward_begins,
-            on_batch=self._tokens.capture.forward_begins if self._tokens else nothing,
+            on_batch=self._tokens.capture.forward_begins if self._tokens else None,
             on_end=self._forward_ends,
             on_error=self._fail,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, and one for each input, lookup and gradient; a forward calls each once.
-        num_watched = sum(site.observe in ("module_input", "lookup") for site in sites)
-        self._num_hooks = 2 + num_watched + len(self._gradients.weights)
-        hook_cost.seconds_per_call()
+        # Of the model itself two, one for each lookup and gradient; a forward calls each once. An input costs no call:
+        # the shortcut of hooks.py leaves out as much as it adds.
+        num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
+        self._hook_seconds = num_hooks * hook_cost.seconds_per_call()
         self._state = ModelState(self._model, sites)
         self._use_threads()
         self._set_active()
@@ -461,8 +462,9 @@ class Scanner:
     def _forward_begins(self, mask: torch.Tensor | None) -> None:
         if self._placements is not None:
             wrap_stages()
-        self._capture.set_mask(mask)
-        self._lookout.forward_begins()
+        if self.config.mask is not None:
+            self._capture.set_mask(mask)
+        self._capture.state.forward_begins()
 
     def _forward_ends(self) -> None:
         self._capture.forget()
@@ -494,11 +496,29 @@ class Scanner:
 
     def _step_ends(self, scaling: Scaling | None) -> None:
         try:
-            self._close_row(scaling)
+            if scaling is not None or not self._is_plain or not self._close_plain():
+                self._close_row(scaling)
         except Exception as error:
             self._fail(error)
 
     # The row
+
+    def _close_plain(self) -> bool:
+        """Close the row of a step without peculiarities, where `_is_plain` says that the scan has none either; what
+        `_close_row` does, in less code. Code that runs once in a step is in no cache, and takes five times as long as
+        in a loop: on a small model it is the largest part of the overhead. False: nothing was done."""
+        start = _clock()
+        if self._late or not isinstance(self.buffer, StepBuffer):
+            return False
+        seen = self._forward.take_plain()
+        if seen is None:
+            return False
+        loss, num_tokens = seen
+        row = Row(self._step, self.buffer.take(1.0), num_tokens, loss, self._steps.learning_rate(), None, 0)
+        self._keep(row)
+        self._lookout.row(row)
+        self._end_step(start)
+        return True
 
     def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
         if self._off:
@@ -536,16 +556,16 @@ class Scanner:
                 self._tokens.close(closing, self.schema.sites)
             for kind, site, text in self.buffer.complaints():
                 self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
-        self._lookout.step_ends()
-        self._gradients.next_step()
         self._late = []
-        self._capture.forget()
-        if self._state.changed():
-            self._follow_model()
-        self._use_threads()
-        self._step += 1
-        self._measure(start)
+        self._end_step(start)
         self._set_active()
+        self._is_plain = self._may_be_plain()
+
+    def _may_be_plain(self) -> bool:
+        """Whether nothing but a pause, a checkpoint or the end can make the next step differ from the last one."""
+        is_scanned = self._budget.is_every_step and not self._off and not self._paused and self._resumed is None
+        is_known = self._judged and self._silence.done and self._placements is None and self._tokens is None
+        return is_scanned and is_known
 
     def _say_placements(self) -> None:
         """Inputs have shown how the ranks' cells merge: the last schema of a file holds for all its rows."""
@@ -558,6 +578,8 @@ class Scanner:
     def _use_threads(self) -> None:
         """As many as torch has; a loop may change that."""
         num_threads = torch.get_num_threads()
+        if num_threads == self.buffer.num_threads == self._gradients.state.num_threads:
+            return
         self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
 
     def _finish_row(self, finished: Finished) -> None:
@@ -624,14 +646,17 @@ class Scanner:
             flags=row.flags,
         )
 
-    def _measure(self, start: float) -> None:
+    def _end_step(self, start: float) -> None:
+        """The row is closed, which began at `start`: get ready for the next step, and count what this one took."""
+        was_active = self._capture.state.active
+        spent = self._capture.state.end_step() + self._gradients.state.next_step()
+        if self._state.changed():
+            self._follow_model()
+        self._use_threads()
+        self._step += 1
+        hooks = self._hook_seconds * self._forward.take_num_forwards()
         now = _clock()
-        spent = self._capture.state.seconds + self._gradients.state.seconds + now - start
-        num_calls = self._num_hooks * self._forward.take_num_forwards()
-        change = self._budget.step(
-            spent, now - self._row_start, self._capture.state.active, num_calls * hook_cost.seconds_per_call()
-        )
-        self._capture.state.seconds = self._gradients.state.seconds = 0.0
+        change = self._budget.step(spent + now - start, now - self._row_start, was_active, hooks)
         self._row_start = now
         if change is not None:
             self._event("every", **dict[str, Any](change))
@@ -644,6 +669,7 @@ class Scanner:
         return is_chosen or self._lookout.wants(self._step)
 
     def _set_active(self) -> None:
+        self._is_plain = False
         self._capture.state.active = self._gradients.state.active = self._is_due()
         self._forward.active = not self._paused
 

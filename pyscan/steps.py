@@ -89,7 +89,10 @@ class StepWatch:
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(callable(a) for a in args) or callable(kwargs.get("closure"))
+    for argument in args:  # a loop: this is asked twice in every step
+        if callable(argument):
+            return True
+    return callable(kwargs.get("closure"))
 
 
 def unwrap(optimizer: OptimizerLike) -> Optimizer:

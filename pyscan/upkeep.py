@@ -6,7 +6,7 @@ exchanged, frozen or unfrozen: resize_token_embeddings, adapters added later, lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,21 +28,9 @@ class ModelState:
             for key, child in parent._modules.items()
             if child is not None and not holders.isdisjoint(map(id, child.modules()))
         ]
-        self._families = [parent._modules for parent in parents if parent._modules]
-        self._num_children = sum(map(len, self._families))
+        families = [parent._modules for parent in parents if parent._modules]
         named = {(id(site.holder), site.attribute): site for site in sites if site.parameter is not None}
         held = [site for site in named.values() if site.attribute in site.holder._parameters]
         places += [(site.holder._parameters, site.attribute, site.parameter) for site in held]
-        # As columns, so that a step compares them without a Python loop.
-        self._homes = [home for home, _, _ in places]
-        self._keys = [key for _, key, _ in places]
-        self._found = [found for _, _, found in places]
-        self._parameters = [site.parameter for site in held if site.parameter is not None]
-        self._trainable = [site.trainable for site in held]
-
-    def changed(self) -> bool:
-        return not (
-            _C.num_entries(self._families) == self._num_children
-            and _C.all_in_place(self._homes, self._keys, self._found)
-            and _C.all_have(self._parameters, "requires_grad", self._trainable)
-        )
+        trainable = [(site.parameter, "requires_grad", site.trainable) for site in held]
+        self.changed: Callable[[], bool] = _C.ModelPlaces(families, places, trainable).changed

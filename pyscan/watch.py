@@ -94,22 +94,44 @@ class RowWatch:
     def see(self, step: int, cells: Floats, loss: float | None = None, flags: int = 0) -> list[Event]:
         """Look at the next row; what it sets off, most often nothing."""
         sites = self._sites
-        if not len(sites):
+        if not sites.names:
             return []
-        sums, largest, gradient, has_bad, is_above = self._glance(step, cells)
+        place = self._num_rows % self.limits.patience
+        if place == 0:
+            self._window_step = step
+        self._num_rows += 1
+        sums = self._window[place]
+        largest, gradient, has_bad, is_above = self._look(
+            cells,
+            sites.starts,
+            sites.num_blocks,
+            2 * sites.num_all,
+            self._bounds.largest_sum,
+            sums,
+            self._largest,
+            place == 0,
+        )
         events = []
         # A mean over no labels is NaN with gradients of 0: that is the other alarm.
         is_bad = has_bad or (loss is not None and not math.isfinite(loss) and gradient != 0)
-        if self._begins("nonfinite", is_bad and not self._scaler_skips(cells, flags)):
+        if not is_bad or self._scaler_skips(cells, flags):
+            self._quiet_rows["nonfinite"] += 1
+        elif self._begins("nonfinite"):
             events.append(self._nonfinite(step, cells, loss, flags))
-        if self._begins("no_gradient", gradient <= 0 <= largest):
+        if not gradient <= 0 <= largest:
+            self._quiet_rows["no_gradient"] += 1
+        elif self._begins("no_gradient"):
             events.append(alarms.no_gradient(step, loss, gradient == 0))
         if is_above:
             events += self._too_high(step, levels_of(sums))
         else:
             self._was_exploded = None
         self._before.append((step, loss, cells))
-        return events + self._review_if_due(step)
+        if place == self.limits.patience - 1:
+            events += self._review(step, levels_of(self._window))
+        elif self._num_rows == FIRST_ROWS:
+            self._bounds.begin(levels_of(self._window[:FIRST_ROWS]))
+        return events
 
     def finish(self, step: int) -> list[Event]:
         """Review the rows since the last review: there will be no more."""
@@ -118,21 +140,10 @@ class RowWatch:
 
     # What cannot wait
 
-    def _glance(self, step: int, cells: Floats) -> tuple[Floats, float, float, bool, bool]:
-        """Take the row into the window; its sums, the largest of all and of the gradients, whether it has bad values,
-        and whether a sum is above its bound."""
-        sites, place = self._sites, self._num_rows % self.limits.patience
-        if place == 0:
-            self._window_step = step
-        self._num_rows += 1
-        sums, limits, num_bad = self._window[place], self._bounds.largest_sum, 2 * sites.num_all
-        found = self._look(cells, sites.starts, sites.num_blocks, num_bad, limits, sums, self._largest, place == 0)
-        return sums, *found
-
-    def _begins(self, kind: str, is_on: bool) -> bool:
-        """Whether an alarm fires: it is on, and was not in the last `patience` rows."""
-        fires = is_on and self._quiet_rows[kind] >= self.limits.patience
-        self._quiet_rows[kind] = 0 if is_on else self._quiet_rows[kind] + 1
+    def _begins(self, kind: str) -> bool:
+        """Whether an alarm that is on fires: it was not on in the last `patience` rows."""
+        fires = self._quiet_rows[kind] >= self.limits.patience
+        self._quiet_rows[kind] = 0
         return fires
 
     def _scaler_skips(self, cells: Floats, flags: int) -> bool:
@@ -178,13 +189,6 @@ class RowWatch:
         return new
 
     # What must last
-
-    def _review_if_due(self, step: int) -> list[Event]:
-        if self._num_rows % self.limits.patience == 0:
-            return self._review(step, levels_of(self._window))
-        if self._num_rows == FIRST_ROWS:
-            self._bounds.begin(levels_of(self._window[:FIRST_ROWS]))
-        return []
 
     def _review(self, step: int, window: Floats) -> list[Event]:
         exploding, spike = self._bounds.calm(window)

@@ -220,3 +220,43 @@ def test_steps_that_the_loop_numbers_have_rows_only_where_they_were_watched() ->
             scan.step(step=step)
     assert [row.step for row in scan.rows] == [102, 8, 10], "100 and 7 were expected to be 1 and 104"
     assert all(near(row.cells[scan.buffer.cells("act", 0)].item() ** 0.5, 4.0) for row in scan.rows)
+
+
+def test_a_step_that_is_not_plain_among_plain_ones_is_recorded_as_such() -> None:
+    """Steps without peculiarities are closed by a way of their own; each kind of step that is not so, between them."""
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def step(num_backwards: int = 2, clip: float | None = None, **noted: Any) -> None:
+        for _ in range(num_backwards):
+            model(torch.ones(1, 8)).sum().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if noted:
+            scan.note(**noted)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pyscan.attach(model, optimizer=optimizer) as scan:
+        for _ in range(3):
+            step()
+        assert scan._is_plain
+        step(num_backwards=1, clip=2.0)  # fewer than expected: read late, after clipping
+        step(num_backwards=1)
+        step(num_backwards=1, loss=3.0, tokens=7)
+        step(num_backwards=1)
+        with scan.paused():
+            step(num_backwards=1)
+        step(num_backwards=1)
+        optimizer.param_groups[0]["lr"] = 0.5
+        step(num_backwards=1)
+        scan.load_state_dict(scan.state_dict())
+        step(num_backwards=1)
+    late, resumed = pyscan.writer.AFTER_CLIP, pyscan.format.ROW_RESUMED
+    assert [row.step for row in scan.rows] == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11]
+    assert [row.flags for row in scan.rows] == [0, 0, 0, late, 0, 0, 0, 0, 0, resumed]
+    assert [row.loss for row in scan.rows] == [None] * 5 + [3.0] + [None] * 4
+    assert [row.tokens for row in scan.rows] == [None] * 5 + [7] + [None] * 4
+    assert [row.lr for row in scan.rows] == [0.0] * 8 + [0.5, 0.5]
+    norms = [row.cells[scan.buffer.cells("grad", 0)][0] ** 0.5 for row in scan.rows]
+    assert norms == pytest.approx([16.0] * 3 + [2.0] + [8.0] * 6, rel=1e-6)
