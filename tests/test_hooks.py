@@ -42,51 +42,68 @@ def test_a_watched_module_without_other_hooks_takes_the_shortcut(monkeypatch: py
     assert num_handled(model, monkeypatch) == 2
 
 
+KINDS = ("pre", "forward", "backward", "backward pre")
+
+
 @pytest.mark.parametrize("when", ["before attach", "after attach"])
-def test_every_other_hook_runs_once_and_in_its_place(when: str) -> None:
+@pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS)], ids="-".join)
+def test_every_other_hook_runs_once_and_in_its_place(kinds: tuple[str, ...], when: str) -> None:
     def double(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         ran.append("pre")
         return (2 * args[0],)
 
-    def register(linear: nn.Linear) -> list[Any]:
-        return [
-            linear.register_forward_pre_hook(double),
-            linear.register_forward_hook(lambda *_: ran.append("forward")),
-            linear.register_full_backward_hook(lambda *_: ran.append("backward")),
-            linear.register_full_backward_pre_hook(lambda *_: ran.append("backward pre")),
-        ]
+    def register() -> None:
+        hooks_of = {
+            "pre": (linear.register_forward_pre_hook, double),
+            "forward": (linear.register_forward_hook, lambda *_: ran.append("forward")),
+            "backward": (linear.register_full_backward_hook, lambda *_: ran.append("backward")),
+            "backward pre": (linear.register_full_backward_pre_hook, lambda *_: ran.append("backward pre")),
+        }
+        for kind in kinds:
+            registration, hook = hooks_of[kind]
+            registration(hook)
 
-    model, ran = nn.Linear(8, 8), []
-    handles = register(model) if when == "before attach" else []
+    ran: list[str] = []
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    linear = model[0]
+    if when == "before attach":
+        register()
     with pyscan.attach(model) as scan:
-        handles += register(model) if when == "after attach" else []
-        for one in range(4):  # all of them, and then each one alone
-            ran.clear()
-            model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-            assert sorted(ran) == sorted(["pre", "forward", "backward", "backward pre"][one:])
-            handles[one].remove()
-            scan.step()
-        norms = [row.cells[scan.buffer.cells("act", 0)][0] for row in scan.rows]
-        # What the weight meets is doubled by the first hook while it is there; a hook after ours is not yet seen by it.
-        assert norms == [64.0 if when == "before attach" else 16.0, 16.0, 16.0, 16.0]
-        everywhere = nn.modules.module.register_module_forward_pre_hook(lambda *_: ran.append("everywhere"))
-        ran.clear()
+        if when == "after attach":
+            register()
+        output = model(torch.ones(2, 8, requires_grad=True))
+        output.sum().backward()
+        scan.step()
+        doubled = 2 if "pre" in kinds else 1
+        torch.testing.assert_close(output, doubled * torch.ones(2, 8) @ linear.weight.T)
+        # A hook before ours decides what the weight meets; one after it is not seen.
+        seen = doubled if when == "before attach" else 1
+        assert scan.latest()["param_stats"]["0.weight"]["activation_norm"] == 4.0 * seen
+    assert sorted(ran) == sorted(kinds)
+
+
+def test_hooks_of_every_module_run() -> None:
+    ran: list[nn.Module] = []
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pyscan.attach(model):
+        everywhere = nn.modules.module.register_module_forward_pre_hook(lambda module, args: ran.append(module))
         model(torch.ones(2, 8))
         everywhere.remove()
-        assert ran == ["everywhere"]
+    assert ran == [model, model[0]]
 
 
 def test_errors_and_keywords_pass_as_they_are() -> None:
-    model = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8))
+    linear = model[0]
     with pyscan.attach(model) as scan:
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            model(torch.ones(2, 7))
+            linear(torch.ones(2, 7))
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            model()
+            linear()
         scan.step()
-        model(input=torch.ones(2, 8)).sum().backward()
+        linear(input=torch.ones(2, 8)).sum().backward()
         scan.step()
-        assert scan.latest()["param_stats"]["weight"]["activation_norm"] == 4.0
+        assert scan.latest()["param_stats"]["0.weight"]["activation_norm"] == 4.0
 
 
 def test_copies_have_neither_hook_nor_shortcut() -> None:
@@ -105,16 +122,17 @@ def test_copies_have_neither_hook_nor_shortcut() -> None:
 
 
 def test_a_module_that_is_compiled_in_place_stays_so() -> None:
-    model, ran = nn.Linear(8, 8), []
+    model, ran = nn.Sequential(nn.Linear(8, 8)), []
+    linear = model[0]
 
     def compiled(x: Tensor) -> Tensor:
         ran.append("compiled")
-        return model._call_impl(x)
+        return linear._call_impl(x)
 
-    model._compiled_call_impl = compiled
+    linear._compiled_call_impl = compiled
     with pyscan.attach(model) as scan:
         model(torch.ones(2, 8)).sum().backward()
         scan.step()
-        assert scan.latest()["param_stats"]["weight"]["activation_norm"] == 4.0
+        assert scan.latest()["param_stats"]["0.weight"]["activation_norm"] == 4.0
     assert ran == ["compiled"]
-    assert model._compiled_call_impl is compiled
+    assert linear._compiled_call_impl is compiled
