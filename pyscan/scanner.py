@@ -505,8 +505,8 @@ class Scanner:
 
     def _close_plain(self) -> bool:
         """Close the row of a step without peculiarities, where `_is_plain` says that the scan has none either; what
-        `_close_row` does, in less code. Code that runs once in a step is in no cache, and takes five times as long as
-        in a loop: on a small model it is the largest part of the overhead. False: nothing was done."""
+        `_close_row` does, in less code. Code that runs once in a step is in no cache and takes several times as long
+        as in a loop, which shows on small models. False: nothing was done."""
         start = _clock()
         if self._late or not isinstance(self.buffer, StepBuffer):
             return False
