@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from benchmarks import results
 from benchmarks.training import report, rounds
 from benchmarks.training.contestants import CONTESTANTS
+from benchmarks.training.processes import Server, ran
 from benchmarks.training.worker import Worker
 
 CASES = {
@@ -42,18 +43,59 @@ def test_training_step(benchmark: Any, tmp_path: Path, case: str) -> None:
 
 
 def test_every_contestant_trains_to_the_losses_of_the_bare_one() -> None:
-    unavailable, workers = [], {}
+    losses, written = {}, {}
     for name in CONTESTANTS.keys() - PEERS:
-        try:
-            workers[name] = Worker(name, "tiny", accumulate=2)
-        except ImportError as error:
-            unavailable.append((name, str(error)))
-    taken = rounds.take_turns(workers, 2, rounds=2)
-    closed = {name: worker.close() for name, worker in workers.items()}
-    assert all(mine.losses == taken["bare"].losses and len(mine.wall) == 2 for mine in taken.values())
-    assert all("pyscan.attach has no" in reason for _, reason in unavailable)
-    assert closed["pyscan"]["values_per_step"] > closed["plain torch"]["values_per_step"] > 0
-    assert closed["naive torch"]["bytes_per_step"] > 0 == closed["bare"]["bytes_per_step"]
+        worker = Worker("tiny", accumulate=2)
+        worker.become(name)
+        losses[name] = [loss for _ in range(2) for loss in worker.turn(2)["losses"]]
+        written[name] = worker.leave()
+    assert all(mine == losses["bare"] and len(mine) == 4 for mine in losses.values())
+    assert written["pyscan"]["values_per_step"] > written["plain torch"]["values_per_step"] > 0
+    assert written["naive torch"]["bytes_per_step"] > 0 == written["bare"]["bytes_per_step"]
+
+
+def test_contestants_in_processes_exchange_their_roles(tmp_path: Path) -> None:
+    with Server(tmp_path / "log") as server:
+        comparison = rounds.Comparison(server, ["pyscan", "plain torch"], "tiny", threads=1)
+        comparison.num_steps = 1
+        for shift in range(4):
+            comparison.rounds(1, shift)
+    taken = comparison.taken
+    assert list(taken) == ["bare", "bare again", "pyscan", "plain torch"]
+    assert comparison.swaps, "all of these can leave"
+    assert all({turn.process for turn in one.turns} == {0, 1, 2, 3} for one in taken.values())
+    assert all(one.losses == taken["bare"].losses for one in taken.values())
+    assert min(turn.wall for one in taken.values() for turn in one.turns) > 0
+    assert comparison.written["pyscan"]["bytes_per_step"] > 0
+
+
+def test_a_contestant_that_cannot_attach_is_listed_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYSCAN_BENCH_BUDGET", "-1")
+    options: dict[str, Any] = {"rounds": 1, "seconds": 1.0, "log": tmp_path / "log", "threads": 1}
+    result = rounds.compare(["pyscan budget"], "tiny", **options)
+    assert "budget" in result["unavailable"]["pyscan budget"]
+    assert list(result["contestants"]) == ["bare", "bare again"]
+
+
+def test_only_the_slices_of_a_turn_count() -> None:
+    slices = [(0.0, 1.0), (3.0, 4.0), (8.0, 9.0)]
+    assert ran(slices, 0.5, 8.25) == pytest.approx(0.5 + 1.0 + 0.25)
+    assert ran(slices, 1.0, 3.0) == 0
+
+
+def test_the_speed_of_a_process_is_divided_out() -> None:
+    def turns(factor: float, order: list[int]) -> rounds.Taken:
+        return rounds.Taken([rounds.Turn(p, factor * speeds[p], 2 * factor * speeds[p]) for p in order])
+
+    speeds = [1.0, 1.3, 0.8]
+    orders = {"bare": [0, 1, 2], "bare again": [1, 2, 0], "pyscan": [2, 0, 1]}
+    level = rounds.levelled({name: turns(1.02 if name == "pyscan" else 1, order) for name, order in orders.items()})
+    for clock in ("wall", "processor"):
+        mine, *others = (level[name].of(clock) for name in ("pyscan", "bare", "bare again"))
+        ratio = rounds.ratio_of(mine, others)
+        assert (ratio.p20, ratio.median, ratio.p80) == pytest.approx((1.02, 1.02, 1.02))
 
 
 def made_up(pyscan: float, *, noise: float = 0.0, error: float = 0.002) -> dict[str, Any]:
@@ -81,7 +123,8 @@ def test_only_what_the_noise_cannot_explain_counts_as_slower() -> None:
 
 def test_rounds_go_on_until_bare_against_bare_is_known() -> None:
     def taken(one: list[float], two: list[float]) -> dict[str, rounds.Taken]:
-        return {"bare": rounds.Taken(one, one), "bare again": rounds.Taken(two, two)}
+        names = {"bare": one, "bare again": two}
+        return {name: rounds.Taken([rounds.Turn(0, t, t) for t in times]) for name, times in names.items()}
 
     even, noisy = [1.0, 1.001] * 15, [1.0, 1.1] * 15
     assert rounds.is_settled(taken(even, even))

@@ -22,6 +22,7 @@ from torch import nn
 
 import pyscan
 from benchmarks.training.models import Training
+from pyscan.budget import WINDOW
 
 
 def nothing() -> None:
@@ -63,17 +64,19 @@ def plain_torch(training: Training, directory: Path) -> Attached:
 
         return hook
 
-    for index, linear in enumerate(watched):
-        linear.register_forward_pre_hook(watch(index))
+    handles = [linear.register_forward_pre_hook(watch(index)) for index, linear in enumerate(watched)]
 
     @torch.no_grad()
     def after_step() -> None:
         grads = torch._foreach_norm([p.grad for p in params if p.grad is not None])
         rows.append(torch.stack([*norms.values(), *grads]))
 
-    return Attached(
-        len(watched) + len(params), after_step, lambda: torch.save(torch.stack(rows), directory / "rows.pt")
-    )
+    def close() -> None:
+        for handle in handles:
+            handle.remove()
+        torch.save(torch.stack(rows) if rows else None, directory / "rows.pt")
+
+    return Attached(len(watched) + len(params), after_step, close)
 
 
 def naive_torch(training: Training, directory: Path) -> Attached:
@@ -213,6 +216,13 @@ class Contestant:
     attach: Callable[[Training, Path], Attached]
     records: str
     can_compile: bool = True  # it sees something of a compiled model
+    can_leave: bool = True  # nothing of it is left when it is closed, and it can attach anew
+    can_be_stopped: bool = True  # it does not act on the clock on the wall
+    steps_per_turn: int = 1  # at least, so that a turn holds scanned and other steps in their proportion
+
+
+def foreign(attach: Callable[[Training, Path], Attached], records: str, *, can_leave: bool = False) -> Contestant:
+    return Contestant(attach, records, can_compile=False, can_leave=can_leave)
 
 
 BLOCKS = "norms of inputs and weight gradients per 64 features, maxima, bad values"
@@ -222,15 +232,21 @@ CONTESTANTS = {
     "pyscan": Contestant(scanner(), BLOCKS),
     "pyscan per tensor": Contestant(scanner(block=0), "norms of inputs and weight gradients, maxima, bad values"),
     "pyscan tokens": Contestant(scanner(tokens=True), BLOCKS + "; per token: input and gradient norm of every weight"),
-    "pyscan every 10th": Contestant(scanner(every=10), BLOCKS + "; every 10th step"),
-    "pyscan budget": Contestant(scanner_budget, BLOCKS + "; as often as the budget allows"),
+    "pyscan every 10th": Contestant(scanner(every=10), BLOCKS + "; every 10th step", steps_per_turn=10),
+    "pyscan budget": Contestant(
+        scanner_budget,
+        BLOCKS + "; as often as the budget allows",
+        can_leave=False,
+        can_be_stopped=False,
+        steps_per_turn=WINDOW,
+    ),
     "pyscan off": Contestant(scanner_off, "nothing: attached and paused"),
-    "plain torch": Contestant(plain_torch, "norms of inputs and weight gradients, in memory", False),
-    "naive torch": Contestant(naive_torch, "norms of inputs and weight gradients, as text", False),
-    "msprobe": Contestant(msprobe, "norms of inputs, outputs, their gradients, weight gradients", False),
-    "nvdlfw-inspect": Contestant(nvdlfw, "norms of inputs and weight gradients, 4 decimals", False),
-    "wandb.watch": Contestant(wandb_watch, "histograms of gradients, no activations", False),
-    "HF debug": Contestant(hf_debug, "extremes of weights, inputs, outputs; not kept; no gradients", False),
+    "plain torch": foreign(plain_torch, "norms of inputs and weight gradients, in memory", can_leave=True),
+    "naive torch": foreign(naive_torch, "norms of inputs and weight gradients, as text"),
+    "msprobe": foreign(msprobe, "norms of inputs, outputs, their gradients, weight gradients"),
+    "nvdlfw-inspect": foreign(nvdlfw, "norms of inputs and weight gradients, 4 decimals"),
+    "wandb.watch": foreign(wandb_watch, "histograms of gradients, no activations"),
+    "HF debug": foreign(hf_debug, "extremes of weights, inputs, outputs; not kept; no gradients"),
 }
 
 # Few in a table, so that each gets many rounds.

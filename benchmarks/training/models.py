@@ -22,12 +22,12 @@ class Shape(NamedTuple):
     vocabulary: int
     batch: int
     tokens: int
-    steps_per_turn: int  # few: a noisy machine changes its speed within half a second
+    steps_per_turn: int  # some slices long
 
 
 MODELS = {
-    "tiny": Shape(64, 4, 176, 4, 2, 16, 512, 2, 64, steps_per_turn=1),
-    "small": Shape(256, 4, 704, 4, 2, 64, 2048, 2, 256, steps_per_turn=1),
+    "tiny": Shape(64, 4, 176, 4, 2, 16, 512, 2, 64, steps_per_turn=20),
+    "small": Shape(256, 4, 704, 4, 2, 64, 2048, 2, 256, steps_per_turn=3),
     "minimind": Shape(512, 8, 1408, 8, 2, 64, 6400, 1, 340, steps_per_turn=1),
     "wide": Shape(1024, 4, 2816, 16, 4, 64, 6400, 1, 256, steps_per_turn=1),
 }

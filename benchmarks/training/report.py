@@ -17,7 +17,7 @@ COLORS = {"bare": "#9a9a9a", "pyscan": "#1f77b4", "other": "#d08b2b"}
 
 def title(result: dict[str, Any]) -> str:
     parts = [result["model"], f"{result['rounds']} rounds of {result['steps_per_turn']}"]
-    parts += [f"{result['launches']} launches"] if result.get("launches", 1) > 1 else []
+    parts += ["processes exchanged"] if result.get("exchanged") else []
     parts += [f"accumulation {result['accumulate']}"] if result.get("accumulate", 1) > 1 else []
     parts += ["compiled"] if result.get("compiled") else []
     noise = result["contestants"]["bare again"]["wall"]

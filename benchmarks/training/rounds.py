@@ -1,103 +1,56 @@
-"""Contestants in turns: one turn each per round, in an order that is drawn anew, until the noise is small enough.
+"""Contestants in rounds, each round one turn of each, until the noise is small enough.
 
 Receives names and hands on, for each, the ratio of its time to that of the two bare contestants of the same round. The
 two bare ones tell the noise: the run goes on until the median of their ratio is known to within the bound. Where its
-memory comes to lie makes a process faster or slower for all its life, so all contestants are started anew some times.
+memory comes to lie makes a process faster or slower for all its life: so processes exchange their roles until each has
+played every contestant equally often, and a process' own speed is divided out. Where a contestant cannot be detached
+again, all processes are started anew some times instead.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from benchmarks.training.contestants import CONTESTANTS
 from benchmarks.training.models import MODELS
+from benchmarks.training.processes import Remote, Server, share
+from pyscan.budget import WINDOW
 
-ROOT = Path(__file__).parent.parent.parent
 BARE = ("bare", "bare again")
 NOISE = 0.005
-WARMUP_ROUNDS = 3
+SLICE_SECONDS = 0.1
+WARMUP_STEPS = 3
 FEWEST_ROUNDS = 20
 LAUNCHES = 4
-# glibc gives the gradients' memory back to the system when they are freed and asks for it again in the next step:
-# 10,000 to 30,000 page faults, another number in every step and process, with every contestant and without one.
-STEADY_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 34)}
-# A turn of those that leave steps out must hold scanned and other steps in their proportion.
-SPARSE, STEPS_OF_SPARSE = {"pyscan every 10th", "pyscan budget"}, 20
+ROUNDS_OF_A_ROLE = 8
+CLAIM_SECONDS = 5.0
 
 
-class Runner(Protocol):
-    """A contestant that takes turns."""
+@dataclass
+class Turn:
+    """One turn of one process, in seconds per step."""
 
-    def turn(self, num_steps: int) -> dict[str, Any]: ...
-    def close(self) -> dict[str, Any]: ...
-
-
-class Remote:
-    """A contestant in a process of its own."""
-
-    def __init__(self, control: socket.socket, task: dict[str, Any]) -> None:
-        mine, theirs = socket.socketpair()
-        socket.send_fds(control, [json.dumps(task).encode()], [theirs.fileno()])
-        theirs.close()
-        self._stream = mine.makefile("rw")
-        mine.close()
-        self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._stream.readline() or '{"failed": "the process ended"}')
-        if "failed" in answer:
-            raise RuntimeError(answer["failed"])
-        return answer
-
-    def turn(self, num_steps: int) -> dict[str, Any]:
-        print(num_steps, file=self._stream, flush=True)
-        return self._answer()
-
-    def close(self) -> dict[str, Any]:
-        return self.turn(0)
-
-
-class Server:
-    """Starts contestants; what they print goes to `log`."""
-
-    def __init__(self, log: Path) -> None:
-        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with open(log, "w") as file:
-            command = [sys.executable, "-m", "benchmarks.training.worker", str(theirs.fileno())]
-            files = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
-            self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | STEADY_HEAP, **files)
-        theirs.close()
-
-    def start(self, **task: Any) -> Remote:
-        return Remote(self._control, task)
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.wait(timeout=60)
+    process: int
+    wall: float
+    processor: float
 
 
 @dataclass
 class Taken:
-    """What the turns of one contestant took, one value per round."""
+    """The turns of one contestant, one per round, the losses they came to, and the overhead it measured itself."""
 
-    wall: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    claimed: list[float] = field(default_factory=list)  # overhead that a scanner measured itself
+    claimed: list[float] = field(default_factory=list)
 
-    def add(self, other: Taken) -> None:
-        for name, values in vars(self).items():
-            values += getattr(other, name)
+    def of(self, clock: str) -> list[float]:
+        return [getattr(turn, clock) for turn in self.turns]
 
 
 @dataclass(frozen=True)
@@ -119,92 +72,174 @@ def ratio_of(mine: list[float], others: list[list[float]]) -> Ratio:
     return Ratio(statistics.median(ratios), low, high, 1.96 * 1.253 * deviation / math.sqrt(len(ratios)))
 
 
+def levelled(taken: dict[str, Taken]) -> dict[str, Taken]:
+    """The same turns as if all processes were equally fast: right where each has played each contestant as often."""
+    turns = [turn for one in taken.values() for turn in one.turns]
+    wall, processor = _speeds(turns, "wall"), _speeds(turns, "processor")
+
+    def level(turn: Turn) -> Turn:
+        return Turn(turn.process, turn.wall / wall[turn.process], turn.processor / processor[turn.process])
+
+    return {name: replace(one, turns=list(map(level, one.turns))) for name, one in taken.items()}
+
+
+def _speeds(turns: list[Turn], clock: str) -> dict[int, float]:
+    """Geometric mean of what the turns of a process took."""
+    logs: dict[int, list[float]] = {}
+    for turn in turns:
+        logs.setdefault(turn.process, []).append(math.log(getattr(turn, clock)))
+    return {process: math.exp(statistics.fmean(values)) for process, values in logs.items()}
+
+
 def is_settled(taken: dict[str, Taken], noise: float = NOISE) -> bool:
     """Whether bare against bare is 1 to within the noise, and known that well, in wall and processor time."""
     one, two = (taken[name] for name in BARE)
-    if len(one.wall) < FEWEST_ROUNDS:
+    if len(one.turns) < FEWEST_ROUNDS:
         return False
-    ratios = [ratio_of(one.wall, [two.wall]), ratio_of(one.processor, [two.processor])]
+    ratios = [ratio_of(one.of(clock), [two.of(clock)]) for clock in ("wall", "processor")]
     return all(max(abs(ratio.median - 1), ratio.error) <= noise for ratio in ratios)
 
 
-def take_turns(
-    runners: dict[str, Runner], num_steps: int, *, rounds: int | None = None, seconds: float = math.inf
-) -> dict[str, Taken]:
-    """So many rounds, or as many as it takes until the noise is small enough or the time is over."""
-    taken = {name: Taken() for name in runners}
-    order, draw, start = list(runners), random.Random(0), time.monotonic()
-    for _ in range(WARMUP_ROUNDS if rounds is None else min(rounds - 1, WARMUP_ROUNDS)):
-        for name in order:
-            taken[name].losses.append(runners[name].turn(num_steps)["loss"])
-    while (len(taken["bare"].wall) < rounds) if rounds else not is_settled(taken):
-        draw.shuffle(order)
-        for name in order:
-            figures, mine = runners[name].turn(num_steps), taken[name]
-            mine.wall.append(figures["wall"])
-            mine.processor.append(figures["processor"])
-            mine.losses.append(figures["loss"])
-            mine.claimed += [] if figures["claimed"] is None else [figures["claimed"]]
-        if rounds is None and time.monotonic() - start > seconds:
-            break
-    return taken
+class Comparison:
+    """A table's worth of contestants on one model."""
+
+    def __init__(self, server: Server, names: list[str], model: str, **task: Any) -> None:
+        chosen = [CONTESTANTS[name] for name in names]
+        self.names = [*BARE, *names]
+        self.taken: dict[str, Taken] = {name: Taken() for name in self.names}
+        self.written: dict[str, dict[str, Any]] = {}
+        self.unavailable: dict[str, str] = {}
+        self.num_steps = max(MODELS[model].steps_per_turn, *(contestant.steps_per_turn for contestant in chosen))
+        self.swaps = not task.get("compiled") and all(contestant.can_leave for contestant in chosen)
+        self._slice = SLICE_SECONDS if all(contestant.can_be_stopped for contestant in chosen) else math.inf
+        self._server = server
+        self._task = {"model": model, **task}
+        self._draw = random.Random(0)
+        self._num_started = 0
+        self._players: list[tuple[int, Remote]] = []
+
+    def rounds(self, num_rounds: int, shift: int = 0) -> None:
+        """So many rounds; with `shift`, each contestant in the process that played another one with shift - 1."""
+        players = self._cast(shift)
+        order = list(players)
+        for _ in range(num_rounds):
+            self._draw.shuffle(order)
+            answers = share({name: players[name][1] for name in order}, {"turn": self.num_steps}, self._slice)
+            for name, answer in answers.items():
+                mine = self.taken[name]
+                mine.turns.append(Turn(players[name][0], answer["wall"], answer["processor"]))
+                mine.losses += answer["losses"]
+                if math.isinf(self._slice) and answer["claimed"] is not None:
+                    mine.claimed.append(answer["claimed"])
+        for name, (_, player) in players.items():
+            self.written[name] = player.ask({"leave": None})
+
+    def claims(self) -> None:
+        """What contestants say of their own cost. By the clock on the wall: nobody stops them meanwhile."""
+        for name in self.names:
+            player, mine = self._players[0][1], self.taken[name]
+            player.ask({"become": name})
+            spent = 0.0
+            while spent < CLAIM_SECONDS:
+                answer = player.ask({"turn": WINDOW + 1})
+                if answer["claimed"] is None:
+                    break
+                mine.claimed.append(answer["claimed"])
+                spent += answer["wall"] * (WINDOW + 1)
+            player.ask({"leave": None})
+
+    def seconds_of_a_round(self) -> float:
+        return sum(statistics.median(one.of("wall")) for one in self.taken.values()) * self.num_steps
+
+    def _cast(self, shift: int) -> dict[str, tuple[int, Remote]]:
+        """Who plays whom, attached and warm."""
+        if not self.swaps or not self._players:
+            self._launch()
+        num_players = len(self._players)
+        players = {name: self._players[(place + shift) % num_players] for place, name in enumerate(self.names)}
+        for name, (_, player) in players.items():
+            if self.swaps:
+                player.ask({"become": name})
+            self.taken[name].losses += player.ask({"turn": WARMUP_STEPS})["losses"]
+        return players
+
+    def _launch(self) -> None:
+        """New processes, as many as there are contestants that can attach; each is attached unless they exchange."""
+        self._server.end_all()
+        self._players = []
+        for name in list(self.names):
+            player = self._server.start(**self._task)
+            try:
+                player.ask({"become": name})
+                if self.swaps:
+                    player.ask({"leave": None})
+            except RuntimeError as error:
+                self.names.remove(name)
+                del self.taken[name]
+                self.unavailable[name] = str(error)
+                continue
+            self._players.append((self._num_started, player))
+            self._num_started += 1
 
 
 def compare(
     names: list[str], model: str, *, rounds: int | None, seconds: float, log: Path, threads: int = 2, **options: Any
 ) -> dict[str, Any]:
-    """A table's worth of contestants, each in its process, as `report.py` takes it."""
-    num_steps = STEPS_OF_SPARSE if SPARSE.intersection(names) else MODELS[model].steps_per_turn
-    launches = LAUNCHES if rounds is None else 1
-    unavailable: dict[str, str] = {}
-    taken: dict[str, Taken] = {}
-    closed: dict[str, dict[str, Any]] = {}
-    server = Server(log)
-    try:
-        for _ in range(launches):
-            present = [name for name in [*BARE, *names] if name not in unavailable]
-            runners, failed = _start(server, present, model=model, threads=threads, **options)
-            unavailable |= failed
-            part = take_turns(runners, num_steps, rounds=rounds, seconds=seconds / launches)
-            for name, mine in part.items():
-                taken.setdefault(name, Taken()).add(mine)
-            closed = {name: runner.close() for name, runner in runners.items()}
-    finally:
-        server.close()
-    bare = [taken[name] for name in BARE]
+    """As many rounds as asked for, or as it takes until the noise is small enough or the time is over; the result is
+    what `report.py` takes."""
+    start = time.monotonic()
+    with Server(log) as server:
+        comparison = Comparison(server, names, model, threads=threads, **options)
+        if rounds is not None:
+            comparison.rounds(rounds)
+            taken = comparison.taken
+        elif comparison.swaps:
+            comparison.rounds(2)
+            taken = _squares(comparison, start + seconds)
+            comparison.claims()
+        else:
+            taken = _launches(comparison, seconds)
+        return {
+            "model": model,
+            "threads": threads,
+            **options,
+            "rounds": len(taken["bare"].turns),
+            "exchanged": comparison.swaps and rounds is None,
+            "steps_per_turn": comparison.num_steps,
+            "settled": is_settled(taken),
+            "bare_ms": statistics.median(comparison.taken["bare"].of("wall")) * 1e3,
+            "unavailable": comparison.unavailable,
+            "contestants": {name: _figures(name, taken) | comparison.written[name] for name in comparison.names},
+        }
+
+
+def _squares(comparison: Comparison, end: float) -> dict[str, Taken]:
+    """Latin squares of processes and contestants: each process plays each contestant for as many rounds."""
+    num_roles = len(comparison.names)
+    fitting = (end - time.monotonic()) / comparison.seconds_of_a_round() / num_roles
+    num_rounds = max(2, min(ROUNDS_OF_A_ROLE, round(fitting)))
+    comparison.taken = {name: Taken(losses=one.losses) for name, one in comparison.taken.items()}
+    while True:
+        for shift in range(num_roles):
+            comparison.rounds(num_rounds, shift)
+        taken = levelled(comparison.taken)
+        if is_settled(taken) or time.monotonic() > end:
+            return taken
+
+
+def _launches(comparison: Comparison, seconds: float) -> dict[str, Taken]:
+    num_rounds = 2
+    for _ in range(LAUNCHES):
+        comparison.rounds(num_rounds)
+        num_rounds = max(2, round(seconds / LAUNCHES / comparison.seconds_of_a_round()))
+    return comparison.taken
+
+
+def _figures(name: str, taken: dict[str, Taken]) -> dict[str, Any]:
+    mine, others = taken[name], [taken[bare] for bare in BARE if bare != name]
     return {
-        "model": model,
-        "threads": threads,
-        **options,
-        "rounds": len(taken["bare"].wall),
-        "launches": launches,
-        "steps_per_turn": num_steps,
-        "settled": is_settled(taken),
-        "bare_ms": statistics.median(taken["bare"].wall) * 1e3,
-        "unavailable": unavailable,
-        "contestants": {name: _figures(mine, bare) | closed[name] for name, mine in taken.items()},
-    }
-
-
-def _start(server: Server, names: list[str], **task: Any) -> tuple[dict[str, Runner], dict[str, str]]:
-    """The contestants that can run, and why the others cannot."""
-    runners: dict[str, Runner] = {}
-    unavailable: dict[str, str] = {}
-    for name in names:
-        try:
-            runners[name] = server.start(name=name, **task)
-            runners[name].turn(1)
-        except RuntimeError as error:
-            runners.pop(name, None)
-            unavailable[name] = str(error)
-    return runners, unavailable
-
-
-def _figures(mine: Taken, bare: list[Taken]) -> dict[str, Any]:
-    others = [bare[1]] if mine is bare[0] else [bare[0]] if mine is bare[1] else bare
-    return {
-        "wall": vars(ratio_of(mine.wall, [b.wall for b in others])),
-        "processor": vars(ratio_of(mine.processor, [b.processor for b in others])),
-        "same_losses": mine.losses == bare[0].losses,
+        "wall": vars(ratio_of(mine.of("wall"), [bare.of("wall") for bare in others])),
+        "processor": vars(ratio_of(mine.of("processor"), [bare.of("processor") for bare in others])),
+        "same_losses": mine.losses == taken["bare"].losses,
         "claimed": statistics.median(mine.claimed) if mine.claimed else None,
     }
