@@ -53,7 +53,7 @@ def test_hand_over(benchmark: Any, tmp_path: Path, row: np.ndarray, work: Any) -
 def test_hand_over_compiled(benchmark: Any, tmp_path: Path, row: np.ndarray, work: Any) -> None:
     """Without the Python method around the compiled one."""
     with Writer(tmp_path / "run.mscan", SCHEMA, fsync="never") as writer:
-        compiled = writer._writer
+        compiled = writer.native
         measure(benchmark, lambda: compiled.write(1, 0, row), work)
         assert writer.rows_dropped == 0
 

@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, m) {
   pyscan::BindWatch(m);
   pyscan::BindTokens(m);
   pyscan::BindWriter(m);
+  pyscan::BindStep(m);
 }

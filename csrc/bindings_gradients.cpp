@@ -39,6 +39,8 @@ struct Weight {
   long version = -1;
 };
 
+}  // namespace
+
 class GradientWatch {
  public:
   // (parameter, slots, rows, cols, read_at_once)
@@ -254,6 +256,12 @@ class GradientWatch {
   int64_t num_ends_ = 0;       // of backwards in this step
   int64_t expected_ends_ = 0;  // as many as in the step before; 0: not known
 };
+
+GradientWatch* GradientWatchOf(const py::object& object) { return object.cast<GradientWatch*>(); }
+
+double EndStep(GradientWatch& watch) { return watch.NextStep(); }
+
+namespace {
 
 struct Hook {
   GradientWatch* watch;

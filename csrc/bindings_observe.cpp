@@ -205,14 +205,16 @@ void ForwardBegins(CaptureState& state) {
   if (std::exchange(state.is_before_forward, false)) ForgetOrder(state);
 }
 
+}  // namespace
+
+CaptureState* CaptureStateOf(const py::object& object) { return object.cast<CaptureState*>(); }
+
 double EndStep(CaptureState& state) {
   ForgetOrder(state);
   state.is_before_forward = true;
   state.last = py::none();
   return std::exchange(state.seconds, 0.0);
 }
-
-}  // namespace
 
 void BindObserve(py::module_& m) {
   py::class_<CaptureState>(m, "CaptureState")
@@ -232,7 +234,7 @@ void BindObserve(py::module_& m) {
       .def_readonly("order", &CaptureState::order)
       .def("meet", &MeetMany)
       .def("forward_begins", &ForwardBegins)
-      .def("end_step", &EndStep)
+      .def("end_step", [](CaptureState& state) { return EndStep(state); })
       .def("forget", [](CaptureState& state) { state.last = py::none(); });
   m.def("make_observer", &MakeObserver);
   m.def("make_see_alone", &MakeSeeAlone);

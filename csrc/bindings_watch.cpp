@@ -45,6 +45,8 @@ py::tuple GlanceAtRow(const Doubles& cells, const Integers& starts, int64_t num_
   return py::make_tuple(glance.largest, glance.gradient, glance.has_bad, glance.is_above);
 }
 
+}  // namespace
+
 // Where things were found in a model: dicts with the number of their entries, entries of dicts, attributes of objects.
 class ModelPlaces {
  public:
@@ -83,7 +85,9 @@ class ModelPlaces {
   std::vector<Place> entries_, attributes_;
 };
 
-}  // namespace
+const ModelPlaces* ModelPlacesOf(const py::object& object) { return object.cast<const ModelPlaces*>(); }
+
+bool HasChanged(const ModelPlaces& places) { return places.Changed(); }
 
 void BindWatch(py::module_& m) {
   m.def("glance", &GlanceAtRow, py::arg().noconvert(), py::arg().noconvert(), py::arg(), py::arg(),

@@ -224,3 +224,19 @@ class Writer:
 def last_schema(path: str) -> bytes: ...
 def pack(cells: NDArray[np.float64], codec: str, transform: str, isa: str | None = None) -> NDArray[Any]: ...
 def unpack(codes: bytes, codec: str) -> NDArray[np.float64]: ...
+
+class PlainStep:
+    def __init__(
+        self,
+        buffer: StepBuffer,
+        capture: CaptureState,
+        gradients: GradientWatch,
+        places: ModelPlaces,
+        writer: Writer | None,
+        ties: list[tuple[int, int, int]],
+        /,
+    ) -> None: ...
+    def row(
+        self, step: int, tokens: int | None, loss: float | None, lr: float | None, /
+    ) -> tuple[NDArray[np.float64], bool]: ...
+    def end(self) -> tuple[float, bool]: ...

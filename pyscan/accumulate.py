@@ -104,11 +104,16 @@ class RowCells:
         """Whether a finished row has any gradient."""
         return any(self.observed(row, "grad", site) for site in range(self._num_sites))
 
+    def ties(self) -> list[tuple[int, int, int]]:
+        """Cells of tied weights: the first, the first of those they are equal to, how many."""
+        named = ("grad", "grad_max", "grad_bad", *([ROWS] if self._has_rows else []))
+        pairs = [(self.cells(name, site), self.cells(name, source)) for site, source in self._tied for name in named]
+        return [(to.start, source.start, to.stop - to.start) for to, source in pairs]
+
     def _tie(self, row: NDArray[np.float64]) -> NDArray[np.float64]:
         """A tied weight has the gradient of the one it is tied to."""
-        for site, source in self._tied:
-            for channel in ("grad", "grad_max", "grad_bad", *([ROWS] if self._has_rows else [])):
-                row[self.cells(channel, site)] = row[self.cells(channel, source)]
+        for to, source, count in self.ties():
+            row[to : to + count] = row[source : source + count]
         return row
 
 
@@ -160,6 +165,12 @@ class StepBuffer(RowCells):
     ) -> _C.GradientWatch:
         """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself."""
         return _C.GradientWatch(self._native, weights, begins, careful, gone, failed)
+
+    def plain_step(
+        self, capture: _C.CaptureState, gradients: _C.GradientWatch, places: _C.ModelPlaces, writer: _C.Writer | None
+    ) -> _C.PlainStep:
+        """What ends a step without peculiarities by itself."""
+        return _C.PlainStep(self._native, capture, gradients, places, writer, self.ties())
 
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""

@@ -84,6 +84,8 @@ class ForwardWatch:
             return None
         self._losses = []
         num_tokens, self._num_tokens = self._num_tokens, None
+        if len(losses) == 1:
+            return losses[0].item(), num_tokens
         return sum([loss.item() for loss in losses]) / len(losses) if losses else None, num_tokens
 
     def take_num_forwards(self) -> int:
@@ -131,11 +133,11 @@ def _has_value(x: Tensor) -> bool:
 
 def _single_value(loss: Any) -> Tensor | None:
     """The loss as it can be read later; None for what is no single number, or not a complete one on this rank."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not _has_value(loss):
-        return None
     if type(loss) is Tensor:
-        return loss.detach()
-    return None if is_unreduced(loss) else to_local(loss.detach())
+        return None if loss.numel() != 1 or loss.is_meta or _is_wrapped(loss) else loss.detach()
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not _has_value(loss) or is_unreduced(loss):
+        return None
+    return to_local(loss.detach())
 
 
 class _Hook:

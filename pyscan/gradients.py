@@ -8,6 +8,7 @@ the step before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,14 +76,13 @@ class GradientReader:
             handle.remove()
         self.state.close()
 
-    def read_rest(self) -> list[int]:
-        """Read what the step has not read yet; returns the sites that were read so late."""
-        late = self.state.read_rest()
-        return [site for weight in late for site, _ in self.weights[weight].members] if late else []
+    def sites_of(self, weights: Sequence[int]) -> list[int]:
+        """The sites that are filled by weights, which the state knows by their number."""
+        return [site for weight in weights for site, _ in self.weights[weight].members]
 
     def order(self) -> list[int]:
         """The sites in the order in which their gradients first came in this step, the loss's neighbours first."""
-        return [site for weight in self.state.order for site, _ in self.weights[weight].members]
+        return self.sites_of(self.state.order)
 
     def _describe(self, weight: Weight) -> tuple[nn.Parameter, list[int], int, int, bool]:
         """(parameter, slots of a plain gradient, rows, columns, whether to read it at once)"""
@@ -94,7 +94,7 @@ class GradientReader:
 
     def _begins(self, task: int) -> None:
         if task != -1:  # a pipeline has its last gradients reduced after the backward
-            _queue(lambda: self._ends(task))
+            _queue(functools.partial(self._ends, task))
 
     def _ends(self, task: int) -> None:
         self._on_backward()

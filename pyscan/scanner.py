@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import attached, hook_cost, hooks, threads, wrappers
+from pyscan import _C, attached, hook_cost, hooks, threads, wrappers
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
@@ -155,7 +155,7 @@ class Scanner:
         try:
             if step is not None:
                 self._step, self._is_unplaced = step, False
-            self._late += self._gradients.read_rest()
+            self._late += self._gradients.sites_of(self._gradients.state.read_rest())
             self._close_row(None, loss=loss, tokens=tokens)
         except Exception as error:
             self._fail(error)
@@ -386,7 +386,7 @@ class Scanner:
             sites,
             self.buffer,
             early=not is_distributed(),
-            on_backward=self._capture.forget,
+            on_backward=self._capture.state.forget,
             on_error=self._fail,
             on_unreduced=self._is_unreduced,
         )
@@ -408,7 +408,7 @@ class Scanner:
             self.config.mask,
             on_begin=self._forward_begins,
             on_batch=self._tokens.capture.forward_begins if self._tokens else None,
-            on_end=self._forward_ends,
+            on_end=self._capture.state.forget if self._ends_at_once() else self._forward_ends,
             on_error=self._fail,
         )
         self._endings.append(self._forward.remove)
@@ -417,9 +417,21 @@ class Scanner:
         num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
         self._hook_seconds = num_hooks * hook_cost.seconds_per_call()
         self._state = ModelState(self._model, sites)
+        self._plain = self._plain_step()
         self._use_threads()
         self._set_active()
         _forget_compiled_code()
+
+    def _ends_at_once(self) -> bool:
+        """Whether all of a forward has been read when it ends."""
+        return isinstance(self.buffer, StepBuffer) and self._tokens is None
+
+    def _plain_step(self) -> _C.PlainStep | None:
+        buffer, gradients = self.buffer, self._gradients.state
+        if not isinstance(buffer, StepBuffer) or not isinstance(gradients, _C.GradientWatch):
+            return None
+        writer = None if self._writer is None else self._writer.native
+        return buffer.plain_step(self._capture.state, gradients, self._state.places, writer)
 
     def _watch_tokens(self) -> None:
         if self._tokens is None:
@@ -488,8 +500,9 @@ class Scanner:
 
     def _step_begins(self, unscaled: bool) -> None:
         try:
-            if self._capture.state.active and (late := self._gradients.read_rest()):
-                self._late += late
+            gradients = self._gradients
+            if gradients.state.active and (late := gradients.state.read_rest()):
+                self._late += gradients.sites_of(late)
                 self._late_unscaled = unscaled
         except Exception as error:
             self._fail(error)
@@ -508,16 +521,20 @@ class Scanner:
         `_close_row` does, in less code. Code that runs once in a step is in no cache and takes several times as long
         as in a loop, which shows on small models. False: nothing was done."""
         start = _clock()
-        if self._late or not isinstance(self.buffer, StepBuffer):
-            return False
-        seen = self._forward.take_plain()
-        if seen is None:
+        plain = self._plain
+        if plain is None or self._late or (seen := self._forward.take_plain()) is None:
             return False
         loss, num_tokens = seen
-        row = Row(self._step, self.buffer.take(1.0), num_tokens, loss, self._steps.learning_rate(), None, 0)
-        self._keep(row)
+        rate = self._steps.learning_rate()
+        cells, is_taken = plain.row(self._step, num_tokens, loss, rate)
+        row = Row(self._step, cells, num_tokens, loss, rate, None, 0)
+        self._latest = row, self.buffer
+        if self._writer is None:
+            self.rows.append(row)
+        elif not is_taken:
+            self._writer.refused()
         self._lookout.row(row)
-        self._end_step(start)
+        self._end_step(start, *plain.end())
         return True
 
     def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
@@ -557,7 +574,8 @@ class Scanner:
             for kind, site, text in self.buffer.complaints():
                 self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
         self._late = []
-        self._end_step(start)
+        spent = self._capture.state.end_step() + self._gradients.state.next_step()
+        self._end_step(start, spent, self._state.changed())
         self._set_active()
         self._is_plain = self._may_be_plain()
 
@@ -646,11 +664,10 @@ class Scanner:
             flags=row.flags,
         )
 
-    def _end_step(self, start: float) -> None:
-        """The row is closed, which began at `start`: get ready for the next step, and count what this one took."""
+    def _end_step(self, start: float, spent: float, has_changed: bool) -> None:
+        """The row is closed, which began at `start`; the hooks took `spent` seconds, and the model may have changed."""
         was_active = self._capture.state.active
-        spent = self._capture.state.end_step() + self._gradients.state.next_step()
-        if self._state.changed():
+        if has_changed:
             self._follow_model()
         self._use_threads()
         self._step += 1

@@ -57,12 +57,13 @@ class StepWatch:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure has its own backward inside the step: whatever is in .grad now is stale.
-        if not _has_closure(args, kwargs):
-            # A fused optimizer is given the scale and unscales by itself.
-            self._on_begin(self._in_scaler and getattr(optimizer, "grad_scale", None) is None)
+        if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
+            return
+        # A fused optimizer is given the scale and unscales by itself.
+        self._on_begin(self._in_scaler and getattr(optimizer, "grad_scale", None) is None)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _has_closure(args, kwargs):
+        if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
             self._on_begin(False)  # it may have been called less often than in the step before
         if optimizer is self.optimizers[-1] and not self._in_scaler:
             self._on_end(None)
@@ -89,10 +90,8 @@ class StepWatch:
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    for argument in args:  # a loop: this is asked twice in every step
-        if callable(argument):
-            return True
-    return callable(kwargs.get("closure"))
+    """Of a step that was given more than the optimizer itself."""
+    return any(map(callable, args)) or callable(kwargs.get("closure"))
 
 
 def unwrap(optimizer: OptimizerLike) -> Optimizer:

@@ -33,4 +33,5 @@ class ModelState:
         held = [site for site in named.values() if site.attribute in site.holder._parameters]
         places += [(site.holder._parameters, site.attribute, site.parameter) for site in held]
         trainable = [(site.parameter, "requires_grad", site.trainable) for site in held]
-        self.changed: Callable[[], bool] = _C.ModelPlaces(families, places, trainable).changed
+        self.places = _C.ModelPlaces(families, places, trainable)
+        self.changed: Callable[[], bool] = self.places.changed

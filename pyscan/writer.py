@@ -52,7 +52,7 @@ class Writer:
         self.path = Path(path)
         self._num_warnings = itertools.count()  # counts without a lock, which a fork could leave locked
         previous = _previous_schema(self.path, schema) if resume else None
-        self._writer = _C.Writer(
+        self.native = _C.Writer(
             os.fspath(self.path),
             schema.to_json(),
             Layout(schema).packing(),
@@ -81,32 +81,32 @@ class Writer:
     ) -> bool:
         """Hand over a row. False if it was dropped (the disk is too slow) or the writer is off."""
         now = time.time_ns() if time_ns is None else time_ns
-        accepted = self._writer.write(step, now, cells, tokens, loss, lr, grad_scale, total_norm, flags)
-        return accepted or self._refused()
+        accepted = self.native.write(step, now, cells, tokens, loss, lr, grad_scale, total_norm, flags)
+        return accepted or self.refused()
 
     def event(self, kind: str, step: int, *, site: str | None = None, **fields: Any) -> bool:
         """Append an event. Numbers that JSON has no word for (inf, NaN) become null."""
         event = _without_infinities({"kind": kind, "step": step, "site": site, **fields})
-        return self._writer.event(encode_json(event)) or self._refused()
+        return self.native.event(encode_json(event)) or self.refused()
 
     def tokens(self, step: int, payload: bytes, sums: Sequence[NDArray[np.float64]] = ()) -> bool:
         """Append the tokens frame of a step; FORMAT.md gives the bytes. Arrays of sums of squares follow the payload,
         packed as log2q8 by the writer's thread. False if too many wait to be written, or the writer is off."""
-        return self._writer.tokens(step, payload, list(sums)) or self._refused()
+        return self.native.tokens(step, payload, list(sums)) or self.refused()
 
     def change_schema(self, schema: Schema) -> bool:
         """Close the rows so far; the rows that follow have the cells of the new schema."""
-        return self._writer.schema(schema.to_json(), Layout(schema).packing()) or self._refused()
+        return self.native.schema(schema.to_json(), Layout(schema).packing()) or self.refused()
 
     def flush(self, *, wait: bool = True) -> bool:
         """Bring every row handed over so far into a file, where a kill does not reach it."""
-        return self._writer.flush(wait) or self._refused()
+        return self.native.flush(wait) or self.refused()
 
     def close(self) -> None:
         """Write what is left and the index. Closing twice is allowed."""
         atexit.unregister(self._at_exit)
-        self._writer.close()
-        self._refused()
+        self.native.close()
+        self.refused()
 
     def __enter__(self) -> Writer:
         return self
@@ -118,34 +118,34 @@ class Writer:
 
     @property
     def rows_accepted(self) -> int:
-        return self._writer.rows_accepted
+        return self.native.rows_accepted
 
     @property
     def rows_flushed(self) -> int:
         """Rows of this writer that are in a file."""
-        return self._writer.rows_flushed
+        return self.native.rows_flushed
 
     @property
     def rows_dropped(self) -> int:
-        return self._writer.rows_dropped
+        return self.native.rows_dropped
 
     @property
     def last_step(self) -> int:
         """Step of the newest row the file held when it was opened; 0 if there was none."""
-        return self._writer.last_step
+        return self.native.last_step
 
     @property
     def run_id(self) -> bytes:
-        return self._writer.run_id
+        return self.native.run_id
 
     @property
     def error(self) -> str | None:
         """The first error, which turned the writer off."""
-        return self._writer.error
+        return self.native.error
 
-    def _refused(self) -> bool:
+    def refused(self) -> bool:
         """Warn about the first error, once; always False."""
-        error = self._writer.error
+        error = self.native.error
         if error is not None and next(self._num_warnings) == 0:
             warnings.warn(
                 f"pyscan stopped recording: {error}. Training goes on; rows already written stay readable.",

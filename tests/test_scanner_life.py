@@ -127,7 +127,7 @@ def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> 
         def broken(*args: object) -> None:
             raise RuntimeError("planted")
 
-        scan.buffer.take = broken
+        scan._steps.learning_rate = broken
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for k in range(3):
