@@ -53,6 +53,8 @@ class Training:
     def __init__(self, case: Case, path: Path) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(case.width, case.width, bias=False) for _ in range(case.sites)]
+        for layer in layers:  # else values fade from layer to layer, below what a float32 can square
+            nn.init.normal_(layer.weight, std=case.width**-0.5)
         self.model = nn.Sequential(*layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-6)
         self.x = torch.randn(case.tokens, case.width)

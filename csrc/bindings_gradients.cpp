@@ -25,12 +25,15 @@ namespace {
 
 // Gradients of less than this together are read before other threads could help.
 constexpr int64_t kParallelBytes = int64_t{1} << 18;
+// Small gradients are read together as soon as they are so many: they are still in a core's own cache.
+constexpr int64_t kBatchBytes = int64_t{1} << 19;
 
 struct Weight {
   py::object parameter;
   std::vector<int64_t> slots;  // empty: its gradient is never plain
   int64_t rows, cols;
   bool read_at_once;          // large, and nothing changes it after autograd has added to it
+  int64_t num_bytes;          // of its gradient; 0: it is never plain
   int64_t num_backwards = 0;  // so far in this step
   int64_t expected = 0;       // in the step before; 0: not known
   bool is_waiting = false;    // had a backward in this step and is to have another
@@ -43,22 +46,26 @@ struct Weight {
 
 class GradientWatch {
  public:
-  // (parameter, slots, rows, cols, read_at_once)
+  // (parameter, slots, rows, cols, read_at_once); `early`: nothing changes a gradient after autograd has added to it.
   using WeightTuple = std::tuple<py::object, std::vector<int64_t>, int64_t, int64_t, bool>;
 
   // `begins(task)` is called at the first gradient of a backward; `careful(weight, gradient, address, version)` reads
   // one that is not plain unless it has this address and version, and returns those it has; `gone(weight)` is told that
   // there was no gradient left at the end of a backward; `failed(error)` what went wrong.
-  GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, py::object begins, py::object careful,
-                py::object gone, py::object failed)
+  GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, bool early, py::object begins,
+                py::object careful, py::object gone, py::object failed)
       : buffer_owner_(buffer),
         buffer_(buffer.cast<StepBuffer*>()),
+        early_(early),
         begins_(std::move(begins)),
         careful_(std::move(careful)),
         gone_(std::move(gone)),
         failed_(std::move(failed)) {
-    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights)
-      weights_.push_back({parameter, slots, rows, cols, read_at_once});
+    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights) {
+      // As in most trainings; where a gradient has another type, batches are only larger or smaller.
+      const int64_t num_bytes = slots.empty() ? 0 : rows * cols * int64_t(sizeof(float));
+      weights_.push_back({parameter, slots, rows, cols, read_at_once, num_bytes});
+    }
   }
 
   // Lets go of everything: the hooks are about to be taken away.
@@ -67,6 +74,7 @@ class GradientWatch {
     weights_.clear();
     dirty_.clear();
     waiting_.clear();
+    TakeGathered();
     begins_ = careful_ = gone_ = failed_ = py::none();
   }
 
@@ -92,11 +100,16 @@ class GradientWatch {
       begins_(task);
     }
     dirty->second.push_back(index);
-    if (weight.read_at_once && weight.num_backwards >= weight.expected) Timed([&] { Read({index}, false); });
+    if (weight.num_backwards < weight.expected) return;
+    if (weight.read_at_once)
+      Timed([&] { Read({index}, false); });
+    else if (early_ && weight.num_bytes > 0)
+      Gather(index);
   }
 
   // A backward is over, and so is whatever else changes its gradients: read what is due and not read, or changed since.
   void Settle(int64_t task) {
+    TakeGathered();
     Timed([&] {
       const auto dirty = dirty_.find(task);
       std::vector<int64_t> ended;
@@ -138,6 +151,7 @@ class GradientWatch {
     order_.clear();
     dirty_.clear();
     waiting_.clear();
+    TakeGathered();
     if (num_ends_ > 0) expected_ends_ = std::exchange(num_ends_, 0);
     for (Weight& weight : weights_) {
       if (weight.num_backwards > 0) weight.expected = weight.num_backwards;
@@ -169,6 +183,18 @@ class GradientWatch {
     const auto start = std::chrono::steady_clock::now();
     Guarded(work);
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+  // Reads a small gradient together with those that came before it, once they are worth a call.
+  void Gather(int64_t index) {
+    gathered_.push_back(index);
+    gathered_bytes_ += weights_[index].num_bytes;
+    if (gathered_bytes_ >= kBatchBytes) Timed([&] { Read(TakeGathered(), false); });
+  }
+
+  std::vector<int64_t> TakeGathered() {
+    gathered_bytes_ = 0;
+    return std::exchange(gathered_, {});
   }
 
   static py::object Gradient(const Weight& weight) {
@@ -246,12 +272,15 @@ class GradientWatch {
 
   const py::object buffer_owner_;
   StepBuffer* const buffer_;
+  const bool early_;
   py::object begins_, careful_, gone_, failed_;
   std::vector<Weight> weights_;
   // Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
   // backward inside another; one that raised never ends, and is forgotten with the step.
   std::map<int64_t, std::vector<int64_t>> dirty_;
   std::vector<int64_t> waiting_;
+  std::vector<int64_t> gathered_;  // small gradients that came and are not read yet
+  int64_t gathered_bytes_ = 0;
   std::vector<int64_t> order_;
   int64_t num_ends_ = 0;       // of backwards in this step
   int64_t expected_ends_ = 0;  // as many as in the step before; 0: not known
@@ -289,8 +318,8 @@ py::object MakeHook(const py::object& watch, int64_t weight) {
 
 void BindGradients(py::module_& m) {
   py::class_<GradientWatch>(m, "GradientWatch")
-      .def(py::init<py::object, const std::vector<GradientWatch::WeightTuple>&, py::object, py::object, py::object,
-                    py::object>())
+      .def(py::init<py::object, const std::vector<GradientWatch::WeightTuple>&, bool, py::object, py::object,
+                    py::object, py::object>())
       .def_readwrite("active", &GradientWatch::active)
       .def_readwrite("num_threads", &GradientWatch::num_threads)
       .def_readwrite("seconds", &GradientWatch::seconds)

@@ -117,6 +117,7 @@ class GradientWatch:
         self,
         buffer: StepBuffer,
         weights: list[tuple[Any, list[int], int, int, bool]],
+        early: bool,
         begins: Callable[[int], None],
         careful: Callable[[int, Any, int, int], tuple[int, int]],
         gone: Callable[[int], None],

@@ -158,13 +158,15 @@ class StepBuffer(RowCells):
     def watch_gradients(
         self,
         weights: list[tuple[torch.nn.Parameter, list[int], int, int, bool]],
+        early: bool,
         begins: Callable[[int], None],
         careful: Callable[[int, torch.Tensor, int, int], tuple[int, int]],
         gone: Callable[[int], None],
         failed: Callable[[Exception], None],
     ) -> _C.GradientWatch:
-        """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself."""
-        return _C.GradientWatch(self._native, weights, begins, careful, gone, failed)
+        """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself; `early`: nothing changes
+        a gradient after autograd has added to it."""
+        return _C.GradientWatch(self._native, weights, early, begins, careful, gone, failed)
 
     def plain_step(
         self, capture: _C.CaptureState, gradients: _C.GradientWatch, places: _C.ModelPlaces, writer: _C.Writer | None

@@ -185,6 +185,7 @@ class DeviceBuffer(RowCells):
     def watch_gradients(
         self,
         weights: Sequence[tuple[nn.Parameter, list[int], int, int, bool]],
+        early: bool,
         begins: Callable[[int], None],
         careful: Callable[[int, Tensor, int, int], tuple[int, int]],
         gone: Callable[[int], None],

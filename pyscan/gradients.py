@@ -1,8 +1,8 @@
 """Read each weight's gradient at the right moment: complete, synchronised, before clipping.
 
 Receives the parameters of the sites, notes when autograd has added to a gradient, and reads it into the step buffer: at
-once, while it is hot in the cache, if it is large and nothing changes it afterwards; else at the end of the backward,
-all small ones together. With several backwards per step only the last one is read; how many there are is known from
+once, while it is hot in the cache, if nothing changes it afterwards (small ones some at a time); else at the end of the
+backward, all together. With several backwards per step only the last one is read; how many there are is known from
 the step before.
 """
 
@@ -20,7 +20,7 @@ from pyscan.engines import Buffer
 from pyscan.shards import is_sharded, is_unreduced, part_like, to_local
 from pyscan.sites import Site
 
-# A gradient up to this is still in a cache at the end of the backward, and costs more to call for than to read.
+# A gradient up to this costs more to call for than to read: such are read some at a time.
 SMALL_BYTES = 1 << 18
 
 
@@ -65,7 +65,7 @@ class GradientReader:
         self._on_error = on_error
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
         described = [self._describe(weight) for weight in self.weights]
-        self.state = buffer.watch_gradients(described, self._begins, self._careful, self._gone, on_error)
+        self.state = buffer.watch_gradients(described, early, self._begins, self._careful, self._gone, on_error)
         self._handles = [
             weight.parameter.register_post_accumulate_grad_hook(self.state.hook(index))  # type: ignore[no-untyped-call]
             for index, weight in enumerate(self.weights)

@@ -260,3 +260,54 @@ def test_a_step_that_is_not_plain_among_plain_ones_is_recorded_as_such() -> None
     assert [row.lr for row in scan.rows] == [0.0] * 8 + [0.5, 0.5]
     norms = [row.cells[scan.buffer.cells("grad", 0)][0] ** 0.5 for row in scan.rows]
     assert norms == pytest.approx([16.0] * 3 + [2.0] + [8.0] * 6, rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_plain_step_has_the_row_it_would_have_the_long_way(tmp_path: Any, rows: bool) -> None:
+    def scanned(name: str, *, is_plain: bool) -> tuple[list[Any], Any]:
+        model = llama(tie_word_embeddings=True).model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found = []
+        with pyscan.attach(model, tmp_path / name, optimizer=optimizer, rows=rows) as scan:
+            if not is_plain:
+                scan._may_be_plain = lambda: False
+            for seed in range(4):
+                model(**batch(seed)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(scan._latest[0])
+            assert scan._is_plain == is_plain
+        return found, pyscan.open(tmp_path / name)
+
+    (quick, quick_run), (long, long_run) = scanned("quick", is_plain=True), scanned("long", is_plain=False)
+    for one, other in zip(quick, long, strict=True):
+        assert one._replace(cells=0) == other._replace(cells=0)
+        assert (one.cells == other.cells).all()
+    for name in ("step", "tokens", "loss", "lr", "flags"):
+        assert (quick_run.steps[name] == long_run.steps[name]).all()
+    tied = next(site for site in quick_run.sites if site.tied_to)
+    assert (quick_run.grad(tied.name) == quick_run.grad(tied.tied_to)).all()
+    assert (quick_run.grad(tied.name) > 0).all()
+
+
+@pytest.mark.parametrize("count", [3, 40])  # read at the end of the backward, and some at a time while it runs
+def test_small_gradients_that_change_after_they_were_read_are_read_again(count: int) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
+    x = torch.ones(4, 64)
+    model(x).sum().backward()
+    want = [layer.weight.grad.double().norm().item() for layer in model]
+    model.zero_grad()
+
+    def double(parameter: nn.Parameter) -> None:
+        for layer in model[1:]:  # those that came before the first one, which is the last to come
+            layer.weight.grad.mul_(2.0)
+
+    with pyscan.attach(model) as scan:
+        model[0].weight.register_post_accumulate_grad_hook(double)
+        model(x).sum().backward()
+        num_reads = scan._gradients.state.num_reads
+        scan.step()
+    stats = scan.latest()["param_stats"]
+    found = [stats[f"{index}.weight"]["grad_norm"] for index in range(count)]
+    assert found == pytest.approx([want[0], *(2 * norm for norm in want[1:])], rel=1e-5)
+    assert num_reads > count if count > 32 else num_reads == count
