@@ -128,17 +128,17 @@ PyObject* Arrive(PyObject* self, PyObject* grads) {
   CaptureState& state = *arrival.calls->state;
   if (!state.active) Py_RETURN_NONE;
   const auto start = Clock::now();
-  PyObject* g = PySequence_GetItem(grads, arrival.number);
-  if (g == nullptr) return nullptr;
-  const auto owned = py::reinterpret_steal<py::object>(g);
   bool is_added = false;
+  auto g = py::reinterpret_steal<py::object>(PySequence_GetItem(grads, arrival.number));
+  if (!g) g = py::none();
   try {
-    is_added = Add(arrival, g);
+    is_added = Add(arrival, g.ptr());
   } catch (const std::exception&) {
   }
   PyErr_Clear();  // whatever went wrong here goes wrong again in `arrived`, which knows whom to tell
-  PyObject* result = is_added ? Py_NewRef(Py_None)
-                              : PyObject_CallFunctionObjArgs(arrival.arrived.ptr(), arrival.call.ptr(), g, nullptr);
+  PyObject* result = is_added
+                         ? Py_NewRef(Py_None)
+                         : PyObject_CallFunctionObjArgs(arrival.arrived.ptr(), arrival.call.ptr(), g.ptr(), nullptr);
   state.seconds += SecondsSince(start);
   return result;
 }
@@ -148,8 +148,7 @@ PyMethodDef arrive_definition = {"arrive", Arrive, METH_O, "Called with the grad
 // True if the rows of x are the tokens of the batch, one by one.
 bool IsInOrder(const TokenCalls& calls, py::handle x) {
   const py::object shape = x.attr(calls.name_shape);
-  const auto rows =
-      py::reinterpret_steal<py::object>(PySequence_GetSlice(shape.ptr(), 0, py::ssize_t(py::len(shape)) - 1));
+  const auto rows = py::reinterpret_steal<py::object>(PySequence_GetSlice(shape.ptr(), 0, -1));
   return rows && rows.equal(calls.shape);
 }
 

@@ -317,7 +317,7 @@ def _row_block(mode: bool | str, block: int) -> int | None:
 
 
 def _keeps_order(site: Site) -> bool:
-    """Whether rows meet the site as the batch has them: a router chooses some, attention turns batch and length round."""
+    """Whether rows may come as the batch has them: a router chooses some, attention turns batch and length round."""
     return site.expert is None and not site.kind.startswith("mha")
 
 
