@@ -3,6 +3,9 @@
 // not plain goes back to capture.py. In front of it the shortcut of hooks.py to a module's forward. All of it runs
 // under the GIL, which guards the state.
 
+#include "bindings_observe.h"
+
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,29 +32,9 @@ constexpr int64_t kReleaseBytes = int64_t{1} << 16;
 
 }  // namespace
 
-// Shared by the observers of one scanner.
-struct CaptureState {
-  bool active = true;
-  bool has_mask = false;
-  int num_threads = 1;
-  double seconds = 0;
-  // The last input, kept alive so that its address is not given to another tensor.
-  py::object last = py::none();
-  long last_version = 0;
-  std::thread::id last_thread;
-  py::bytearray direct;  // sites ever recorded outside a backward
-  // Sites in the order in which this step first met them, with gradients enabled or not: reentrant checkpointing
-  // records its sites in the backward, last layer first, but has met them in the forward.
-  std::vector<int64_t> order;
-  std::vector<char> is_in_order;  // per site
-  bool is_before_forward = true;  // no forward with gradients has begun in this step
-
-  void Meet(int64_t site) {
-    if (is_in_order[site]) return;
-    is_in_order[site] = 1;
-    order.push_back(site);
-  }
-};
+bool IsLast(const CaptureState& state, PyObject* x, long version) {
+  return state.last.ptr() == x && state.last_version == version && state.last_thread == std::this_thread::get_id();
+}
 
 namespace {
 
@@ -70,9 +53,7 @@ bool Record(const Observer& observer, PyObject* x) {
   // A trace begins with no input before it, and what is not recorded never becomes the last one.
   if (state.last.is_none() && IsTracing()) return false;
   const long version = VersionOf(x);
-  const bool same =
-      state.last.ptr() == x && state.last_version == version && state.last_thread == std::this_thread::get_id();
-  if (same) {
+  if (IsLast(state, x, version)) {
     observer.buffer->Repeat(observer.site);
   } else {
     TensorView view;
@@ -80,13 +61,21 @@ bool Record(const Observer& observer, PyObject* x) {
       return false;
     const int64_t cols = observer.num_features;
     const Matrix matrix{view.data, view.dtype, view.numel / cols, cols, cols, 1};
+    py::object rows = py::none();
+    double* row_sums = nullptr;
+    if (state.keeps_rows) {
+      py::array_t<double> sums(matrix.rows);
+      row_sums = sums.mutable_data();
+      rows = std::move(sums);
+    }
     if (view.numel * ElementBytes(view.dtype) >= kReleaseBytes) {
       const py::gil_scoped_release release;
-      observer.buffer->Add(observer.site, matrix, state.num_threads);
+      observer.buffer->Add(observer.site, matrix, state.num_threads, row_sums);
     } else {
-      observer.buffer->Add(observer.site, matrix, 1);
+      observer.buffer->Add(observer.site, matrix, 1, row_sums);
     }
     state.last = py::reinterpret_borrow<py::object>(x);
+    state.last_rows = std::move(rows);
     state.last_version = version;
     state.last_thread = std::this_thread::get_id();
   }
@@ -212,7 +201,7 @@ CaptureState* CaptureStateOf(const py::object& object) { return object.cast<Capt
 double EndStep(CaptureState& state) {
   ForgetOrder(state);
   state.is_before_forward = true;
-  state.last = py::none();
+  state.Forget();
   return std::exchange(state.seconds, 0.0);
 }
 
@@ -228,6 +217,7 @@ void BindObserve(py::module_& m) {
       }))
       .def_readwrite("active", &CaptureState::active)
       .def_readwrite("has_mask", &CaptureState::has_mask)
+      .def_readwrite("keeps_rows", &CaptureState::keeps_rows)
       .def_readwrite("num_threads", &CaptureState::num_threads)
       .def_readwrite("seconds", &CaptureState::seconds)
       .def_readonly("direct", &CaptureState::direct)
@@ -235,7 +225,7 @@ void BindObserve(py::module_& m) {
       .def("meet", &MeetMany)
       .def("forward_begins", &ForwardBegins)
       .def("end_step", [](CaptureState& state) { return EndStep(state); })
-      .def("forget", [](CaptureState& state) { state.last = py::none(); });
+      .def("forget", &CaptureState::Forget);
   m.def("make_observer", &MakeObserver);
   m.def("make_see_alone", &MakeSeeAlone);
   m.def("use_torch", &UseTorch);

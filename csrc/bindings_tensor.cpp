@@ -121,8 +121,10 @@ void UseTorch(py::object tensor_type, py::object is_grad_enabled, py::object gra
 
 bool HasTorch() { return torch != nullptr; }
 
+bool IsTensor(PyObject* x) { return Py_TYPE(x) == reinterpret_cast<PyTypeObject*>(torch->tensor_type); }
+
 bool ViewOf(PyObject* x, TensorView* view) {
-  if (Py_TYPE(x) != reinterpret_cast<PyTypeObject*>(torch->tensor_type)) return false;
+  if (!IsTensor(x)) return false;
   return torch->api != nullptr ? ViewByTable(x, view) : ViewByAttributes(x, view);
 }
 

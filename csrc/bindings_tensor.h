@@ -23,6 +23,8 @@ void UseTorch(pybind11::object tensor_type, pybind11::object is_grad_enabled, py
               pybind11::object tracing_state, const pybind11::tuple& dtypes, pybind11::object exchange_api);
 bool HasTorch();
 
+// True if `x` is exactly a torch.Tensor.
+bool IsTensor(PyObject* x);
 // False, perhaps with an error set, unless `x` is exactly a torch.Tensor in memory of the CPU, strided, of one of the
 // engine's dtypes.
 bool ViewOf(PyObject* x, TensorView* view);

@@ -18,6 +18,9 @@ bool Read(const Matrix& x, const Blocks& blocks, bool per_block, int num_threads
   return scratch[num_blocks + 1] > 0;
 }
 
+// Columns of a block; without blocks, all of them.
+int64_t Width(const Matrix& x, int64_t block) { return block == 0 ? std::max<int64_t>(x.cols, 1) : block; }
+
 Matrix Part(const Matrix& x, int64_t row, int64_t col, int64_t cols) {
   Matrix part = x;
   part.data = static_cast<const char*>(x.data) + (row * x.row_stride + col * x.col_stride) * ElementBytes(x.dtype);
@@ -33,14 +36,18 @@ int64_t RowBlocks(const Matrix& x, int64_t block) {
 }
 
 void RowSums(const Matrix& x, int64_t block, int num_threads, double* sums) {
-  const Blocks whole{Blocks::Axis::kColumns, std::max<int64_t>(x.cols, 1), 0};
-  const Blocks blocks = block == 0 ? whole : Blocks{Blocks::Axis::kColumns, block, 0};
-  if (!Read(x, blocks, block != 0, num_threads, sums)) return;
+  const Blocks blocks{Blocks::Axis::kColumns, Width(x, block), 0};
+  if (Read(x, blocks, block != 0, num_threads, sums)) MarkBadRows(x, block, sums);
+}
+
+void MarkBadRows(const Matrix& x, int64_t block, double* sums) {
+  const int64_t width = Width(x, block);
   const int64_t each = RowBlocks(x, block);
   for (int64_t i = 0; i < x.rows * each; ++i) {
-    const int64_t col = i % each * blocks.size;
+    const int64_t col = i % each * width;
+    const Matrix part = Part(x, i / each, col, std::min(width, x.cols - col));
     double ignored;
-    if (Read(Part(x, i / each, col, std::min(blocks.size, x.cols - col)), whole, false, 1, &ignored))
+    if (Read(part, {Blocks::Axis::kColumns, width, 0}, false, 1, &ignored))
       sums[i] = std::numeric_limits<double>::quiet_NaN();
   }
 }

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "row_norms.h"
 #include "thread_pool.h"
 
 namespace pyscan {
@@ -46,10 +47,13 @@ void StepBuffer::CheckBlocks(const Slot& slot, const Matrix& x) const {
                                 std::to_string(slot.num_blocks));
 }
 
-void StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads, Sums* sums) const {
+void StepBuffer::Read(const Slot& slot, const Matrix& x, int num_threads, Sums* sums, double* row_sums) const {
   for (std::vector<double>* values : {&sums->sumsq, &sums->absmax, &sums->bad}) values->assign(slot.num_blocks, 0.0);
-  const ReduceOutput out{sums->sumsq.data(), sums->absmax.data(), sums->bad.data(), false, nullptr, false};
+  if (row_sums != nullptr) std::fill_n(row_sums, x.rows, 0.0);
+  const ReduceOutput out{sums->sumsq.data(), sums->absmax.data(), sums->bad.data(), false, row_sums, false};
   Reduce(x, slot.blocks, out, num_threads, ActiveIsa());
+  const auto is_bad = [](double count) { return count > 0; };
+  if (row_sums != nullptr && std::any_of(sums->bad.begin(), sums->bad.end(), is_bad)) MarkBadRows(x, 0, row_sums);
 }
 
 void StepBuffer::Merge(int64_t index, const Sums& sums) {
@@ -70,10 +74,10 @@ void StepBuffer::Merge(int64_t index, const Sums& sums) {
   if (slot.absmax_cell >= 0) row_[slot.absmax_cell] = std::max(row_[slot.absmax_cell], absmax);
 }
 
-void StepBuffer::Add(int64_t slot, const Matrix& x, int num_threads) {
+void StepBuffer::Add(int64_t slot, const Matrix& x, int num_threads, double* row_sums) {
   CheckBlocks(At(slot), x);
   Sums& sums = LastAdded();
-  Read(slots_[slot], x, num_threads, &sums);
+  Read(slots_[slot], x, num_threads, &sums, row_sums);
   const std::lock_guard<std::mutex> lock(mutex_);
   Merge(slot, sums);
 }
@@ -90,7 +94,7 @@ void StepBuffer::Repeat(int64_t slot) {
 void StepBuffer::Set(int64_t slot, const Matrix& x, int num_threads) {
   CheckBlocks(At(slot), x);
   Sums& sums = LastSet();
-  Read(slots_[slot], x, num_threads, &sums);
+  Read(slots_[slot], x, num_threads, &sums, nullptr);
   const std::lock_guard<std::mutex> lock(mutex_);
   seen_[slot] = 0;
   Merge(slot, sums);
@@ -124,7 +128,7 @@ void StepBuffer::AddRanges(int64_t first_slot, const Matrix& x, const int32_t* e
       range.data = static_cast<const char*>(x.data) + begin * x.row_stride * ElementBytes(x.dtype);
       range.rows = end - begin;
       CheckBlocks(slots_[first_slot + i], range);
-      Read(slots_[first_slot + i], range, num_threads, &sums);
+      Read(slots_[first_slot + i], range, num_threads, &sums, nullptr);
       const std::lock_guard<std::mutex> lock(mutex_);
       Merge(first_slot + i, sums);
     }

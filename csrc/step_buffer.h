@@ -35,8 +35,8 @@ class StepBuffer {
   // The functions below throw std::invalid_argument if the matrix has another number of blocks than the slot. They may
   // be called from several threads; the matrix is read without a lock.
 
-  // Adds a matrix to a slot.
-  void Add(int64_t slot, const Matrix& x, int num_threads);
+  // Adds a matrix to a slot. With `row_sums`, the same read also gives the sum of squares of each row, as RowSums does.
+  void Add(int64_t slot, const Matrix& x, int num_threads, double* row_sums = nullptr);
   // Adds what the last Add of this thread found, in whichever buffer, to a slot with the same blocks: the same input
   // met another weight.
   void Repeat(int64_t slot);
@@ -65,8 +65,8 @@ class StepBuffer {
   const Slot& At(int64_t slot) const;
   static Sums& LastAdded();  // memory of this thread
   static Sums& LastSet();    // the same; a gradient does not disturb what Repeat remembers
-  // Reduces `x` as `slot` wants it.
-  void Read(const Slot& slot, const Matrix& x, int num_threads, Sums* sums) const;
+  // Reduces `x` as `slot` wants it; `row_sums` may be null.
+  void Read(const Slot& slot, const Matrix& x, int num_threads, Sums* sums, double* row_sums) const;
   void CheckBlocks(const Slot& slot, const Matrix& x) const;
   void Merge(int64_t slot, const Sums& sums);  // mutex_ held
 

@@ -81,6 +81,7 @@ class StepBuffer:
 class CaptureState:
     active: bool
     has_mask: bool
+    keeps_rows: bool
     num_threads: int
     seconds: float
     def __init__(self, num_sites: int) -> None: ...
@@ -135,6 +136,15 @@ class GradientWatch:
     def next_step(self) -> float: ...
     def close(self) -> None: ...
 
+class TokenCalls:
+    def __init__(
+        self, state: CaptureState, calls: list[Any], make_call: Callable[..., Any], maker: Callable[[Any], Any], /
+    ) -> None: ...
+    def begin(self, batch: int, shape: tuple[int, ...] | None, /) -> None: ...
+
+def make_tap(
+    calls: TokenCalls, site: int, careful: Callable[[Any, Any], None], arrived: Callable[[Any, Any], None], /
+) -> Callable[[Any, Any], None]: ...
 def row_sums(
     x: Any, num_features: int, block: int, per_block: bool, num_threads: int, /
 ) -> NDArray[np.float64] | None: ...

@@ -7,6 +7,7 @@ gradient comes; under checkpointing, where autograd does not, it is taken from t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +50,7 @@ class Call:
 
     @property
     def num_rows(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

@@ -2,7 +2,8 @@
 
 Receives the forwards of the sites' modules, and puts a hook on the node of autograd that made each output: there the
 gradient passes on its way to the weight, after whatever else changes it. Hands on, per step, the calls of its sites
-and the batches they belong to; token_calls.py adds up what a call brings.
+and the batches they belong to; token_calls.py adds up what a call brings. The plain call of tokens=True takes a quick
+way through compiled code, bindings_tokens.cpp, and its rows are summed by the read that the row of the step needs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pyscan import _C
 from pyscan.capture import Capture, to_plain
 from pyscan.functional import FunctionalCapture
 from pyscan.gradients import make_nothing, nothing
@@ -55,6 +57,8 @@ class TokenCapture:
         self._keeps_inputs = mode == "sequences"
         self._sites = sites
         self._capture = capture
+        self._quick = _C.TokenCalls(capture.state, self.calls, Call, _maker)
+        capture.state.keeps_rows = mode is True
         self._mask = mask
         self._on_error = on_error
         self._waiting: dict[int, list[Call]] = {}  # calls whose input comes with a recompute
@@ -70,7 +74,10 @@ class TokenCapture:
             if site.observe in ("module_input", "lookup") and not is_tapped[index]:
                 see = self._looked_up if site.observe == "lookup" else self._multiplied
                 before = self._recomputing(index) if self._keeps_inputs else None
-                self._endings.append(watch_call(site.module, before, self._guarded(index, see)))
+                after = self._guarded(index, see)
+                if site.observe == "module_input" and _keeps_order(site):
+                    after = _C.make_tap(self._quick, index, after, self._arrived_guarded)
+                self._endings.append(watch_call(site.module, before, after))
         for owner in {site.module: None for site in self._sites if site.expert is not None}:
             handle = owner.register_forward_pre_hook(_Route(self._routings), with_kwargs=True)
             self._endings.append(handle.remove)
@@ -86,11 +93,13 @@ class TokenCapture:
 
     def take(self) -> tuple[list[Call], list[Batch]]:
         """The calls and the batches of the step that ends."""
-        taken = self.calls, self.batches
+        taken = self.calls[:], self.batches
         for call in self.calls:
             if call.g is not None:
                 call.problem, call.g = call.problem or NO_INPUT, None
-        self.calls, self.batches = [], []
+        self.calls.clear()
+        self.batches = []
+        self._quick.begin(-1, None)
         self._waiting.clear()
         self._first_passes.clear()
         self.forward_ends()
@@ -115,6 +124,7 @@ class TokenCapture:
     def forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._capture.state.active:
             self.batches.append(read_batch(args, kwargs, self._mask))
+            self._quick.begin(len(self.batches) - 1, self.batches[-1].shape)
             self._is_inside = True
 
     def forward_ends(self) -> None:
@@ -222,9 +232,7 @@ class TokenCapture:
         return call
 
     def _is_in_order(self, site: Site, x: Tensor, index: int) -> bool:
-        if (
-            index < 0 or site.expert is not None or site.kind.startswith("mha")
-        ):  # attention turns batch and length round
+        if index < 0 or not _keeps_order(site):
             return False
         batch = self.batches[index]
         return x.shape[:-1] == batch.shape or (x.ndim == 2 and x.shape[0] == batch.num_tokens)
@@ -254,6 +262,13 @@ class TokenCapture:
                 state.seconds += _clock() - start
 
             node.register_prehook(arrive)
+
+    def _arrived_guarded(self, call: Call, g: Tensor | None) -> None:
+        """The gradient of a call that took the quick way, and is not plain."""
+        try:
+            self._arrived(call, None, g, _matrix)
+        except Exception as error:
+            self._on_error(error)
 
     def _arrived(self, call: Call, batch: Batch | None, g: Tensor | None, rows_of: Rows) -> None:
         if call.grad is not None or call.g is not None:
@@ -299,6 +314,11 @@ class _Route:
 
 def _row_block(mode: bool | str, block: int) -> int | None:
     return block if mode == "blocks" else None
+
+
+def _keeps_order(site: Site) -> bool:
+    """Whether rows may come as the batch has them: a router chooses some, attention turns batch and length round."""
+    return site.expert is None and not site.kind.startswith("mha")
 
 
 def _is_odd(site: Site) -> bool:

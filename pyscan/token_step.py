@@ -132,20 +132,23 @@ def _sequences(batches: Sequence[Batch], starts: Ints) -> Ints:
 
 def _per_row(parts: list[tuple[Call, int]], starts: Ints, shape: tuple[int, ...]) -> SiteRows | None:
     """The rows of all calls; in the shape of the ids if they are the tokens, one by one."""
-    first, last = np.array([call.ranges[part] for call, part in parts]).T
-    if not (last > first).any():
-        return None  # an expert without tokens
     calls = [call for call, _ in parts]
-    pieces = list(zip(calls, first, last, strict=True))
-    act = np.concatenate([call.act[a:b] for call, a, b in pieces if call.act is not None])
+    pieces = [(call, *call.ranges[part]) for call, part in parts]
+    if all(a == b for _, a, b in pieces):
+        return None  # an expert without tokens
+    act = _end_to_end([call.act[a:b] for call, a, b in pieces if call.act is not None])
     grads = [_grad_rows(call, a, b) for call, a, b in pieces]
-    grad = np.concatenate([g for g, _ in grads]) if any(seen for _, seen in grads) else None
+    grad = _end_to_end([g for g, _ in grads]) if any(seen for _, seen in grads) else None
     if all(call.is_in_order for call in calls) and len(act) == starts[-1] and len(calls) == len(starts) - 1:
         blocks = act.shape[1:]
         return SiteRows(act.reshape(*shape, *blocks), None if grad is None else grad.reshape(*shape, *grad.shape[1:]))
     places = [call.places[a:b] + starts[call.batch] for call, a, b in pieces if call.places is not None]
     is_known = len(places) == len(calls) and all((call.places[a:b] >= 0).all() for call, a, b in pieces)  # type: ignore[index]
     return SiteRows(act, grad, np.concatenate(places) if is_known else None)
+
+
+def _end_to_end(arrays: list[Sums]) -> Sums:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _grad_rows(call: Call, first: int, last: int) -> tuple[Sums, bool]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import pyscan
 from pyscan import cli
+from pyscan.token_capture import TokenCapture
 from tests import families
 from tests.test_tokens import BLOCK, build, scanned, sites_of
 from tests.token_reference import gradients
@@ -279,6 +280,45 @@ def test_in_place_changes_several_meetings_and_unused_outputs() -> None:
         norms = wanted[name].grad.flatten(1).norm(dim=1).numpy()
         np.testing.assert_allclose(tokens[name]["contribution"].ravel(), norms, 1e-12)
     assert set(tokens["unused.weight"]) == {"act"}
+
+
+class Pair(nn.Module):
+    """Two weights that meet one input, the second also without gradients; the rows may come length first."""
+
+    def __init__(self, is_turned: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self._is_turned = is_turned
+
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        x = inputs_embeds.transpose(0, 1).contiguous() if self._is_turned else inputs_embeds
+        out = self.first(x)
+        with torch.no_grad():
+            self.second(x)
+        return (out + self.second(x)).square().sum()
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_rows_in_another_order_are_flat_and_calls_without_gradients_do_not_count(is_turned: bool) -> None:
+    model, x = Pair(is_turned).double(), torch.randn(2, 3, 8, dtype=torch.float64)
+    with pyscan.attach(model, tokens=True) as scan:
+        model(inputs_embeds=x).backward()
+        scan.step()
+        tokens = sites_of(scan.tokens())
+    wanted = x.transpose(0, 1).flatten(0, 1) if is_turned else x
+    for name in ("first.weight", "second.weight"):
+        np.testing.assert_allclose(tokens[name]["act"], wanted.norm(dim=-1).numpy(), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_quick_way_of_a_call_gives_what_the_careful_one_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = build(name)
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenCapture, "_multiplied", None)  # whoever calls it turns the scanner off
+        quick = sites_of(scanned(family, True))
+    monkeypatch.setattr("pyscan._C.make_tap", lambda calls, site, careful, arrived: careful)
+    assert_equal(quick, sites_of(scanned(family, True)))
 
 
 def test_rows_that_are_not_finite_are_nan_and_no_other() -> None:
