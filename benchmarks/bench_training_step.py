@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -37,7 +38,7 @@ def test_training_step(benchmark: Any, tmp_path: Path, case: str) -> None:
     result = benchmark.pedantic(rounds.compare, kwargs=options | {"log": tmp_path / "log"}, rounds=1)
     benchmark.group = "training step"
     figures = result["contestants"]
-    benchmark.extra_info |= {name: round(one["wall"]["median"], 4) for name, one in figures.items()}
+    benchmark.extra_info |= {name: round(one["wall"]["quiet"], 4) for name, one in figures.items()}
     print("\n" + report.table(result))
     assert all(one["same_losses"] for one in figures.values())
 
@@ -65,7 +66,7 @@ def test_contestants_in_processes_exchange_their_roles(tmp_path: Path) -> None:
     assert comparison.swaps, "all of these can leave"
     assert all({turn.process for turn in one.turns} == {0, 1, 2, 3} for one in taken.values())
     assert all(one.losses == taken["bare"].losses for one in taken.values())
-    assert min(turn.wall for one in taken.values() for turn in one.turns) > 0
+    assert min(seconds for one in taken.values() for turn in one.turns for seconds in turn.wall) > 0
     assert comparison.written["pyscan"]["bytes_per_step"] > 0
 
 
@@ -87,20 +88,29 @@ def test_only_the_slices_of_a_turn_count() -> None:
 
 def test_the_speed_of_a_process_is_divided_out() -> None:
     def turns(factor: float, order: list[int]) -> rounds.Taken:
-        return rounds.Taken([rounds.Turn(p, factor * speeds[p], 2 * factor * speeds[p]) for p in order])
+        return rounds.Taken([rounds.Turn(p, [factor * speeds[p]] * 2, [factor * speeds[p]] * 2) for p in order])
 
     speeds = [1.0, 1.3, 0.8]
     orders = {"bare": [0, 1, 2], "bare again": [1, 2, 0], "pyscan": [2, 0, 1]}
-    level = rounds.levelled({name: turns(1.02 if name == "pyscan" else 1, order) for name, order in orders.items()})
-    for clock in ("wall", "processor"):
-        mine, *others = (level[name].of(clock) for name in ("pyscan", "bare", "bare again"))
-        ratio = rounds.ratio_of(mine, others)
-        assert (ratio.p20, ratio.median, ratio.p80) == pytest.approx((1.02, 1.02, 1.02))
+    taken = {name: turns(1.02 if name == "pyscan" else 1, order) for name, order in orders.items()}
+    for ratio in rounds.ratios(taken, exchanged=True)["pyscan"].values():
+        assert (ratio.p20, ratio.median, ratio.p80, ratio.quiet) == pytest.approx((1.02,) * 4)
+    assert rounds.ratios(taken, exchanged=False)["pyscan"]["wall"].p80 > 1.1
+
+
+def test_steps_that_the_machine_disturbs_do_not_move_the_figure_of_the_undisturbed() -> None:
+    random = np.random.default_rng(0)
+    mine, bare = (factor * (1 + random.random((200, 5)) * 0.01) for factor in (1.02, 1.0))
+    mine[random.random(mine.shape) < 0.5] *= 2
+    ratio, error = rounds.ratio_of_undisturbed(mine, [bare])
+    assert ratio == pytest.approx(1.02, abs=0.005)
+    assert error < 0.005 < rounds.ratio_of_turns(mine, [bare])[-1]
 
 
 def made_up(pyscan: float, *, noise: float = 0.0, error: float = 0.002) -> dict[str, Any]:
     def figures(ratio: float) -> dict[str, Any]:
         clock = {"median": ratio, "p20": ratio - 0.01, "p80": ratio + 0.01, "error": error}
+        clock |= {"quiet": ratio, "quiet_error": error}
         return {
             "wall": clock, "processor": clock, "same_losses": True, "bytes_per_step": 5.0, "values_per_step": 2,
             "claimed": None,
@@ -122,15 +132,12 @@ def test_only_what_the_noise_cannot_explain_counts_as_slower() -> None:
 
 
 def test_rounds_go_on_until_bare_against_bare_is_known() -> None:
-    def taken(one: list[float], two: list[float]) -> dict[str, rounds.Taken]:
-        names = {"bare": one, "bare again": two}
-        return {name: rounds.Taken([rounds.Turn(0, t, t) for t in times]) for name, times in names.items()}
+    def ratio(quiet: float, quiet_error: float) -> dict[str, rounds.Ratio]:
+        return {"wall": rounds.Ratio(1, 1, 1, 0, 1, 0.001), "processor": rounds.Ratio(1, 1, 1, 0, quiet, quiet_error)}
 
-    even, noisy = [1.0, 1.001] * 15, [1.0, 1.1] * 15
-    assert rounds.is_settled(taken(even, even))
-    assert not rounds.is_settled(taken(even[:10], even[:10])), "too few rounds"
-    assert not rounds.is_settled(taken([1.01 * t for t in even], even)), "one is slower than the other"
-    assert not rounds.is_settled(taken(noisy, even)), "the median is not known well enough"
+    assert rounds.is_settled(ratio(1.004, 0.004))
+    assert not rounds.is_settled(ratio(1.006, 0.004)), "one is slower than the other"
+    assert not rounds.is_settled(ratio(1.0, 0.006)), "it is not known well enough"
 
 
 def test_a_result_is_kept_with_its_machine_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,5 +156,5 @@ def test_a_result_is_kept_with_its_machine_and_drawn(tmp_path: Path, monkeypatch
     assert kept["versions"]["torch"]
     folder = tmp_path / at["commit"]
     assert "</svg>" in (folder / "training.svg").read_text()
-    assert "| pyscan | x1.0200 |" in (folder / "training.md").read_text()
+    assert "| pyscan | x1.0200 | x1.0200 | x1.0200 |" in (folder / "training.md").read_text()
     assert "unavailable: No module named 'msprobe'" in (folder / "training.md").read_text()

@@ -25,8 +25,8 @@ namespace {
 
 // Gradients of less than this together are read before other threads could help.
 constexpr int64_t kParallelBytes = int64_t{1} << 18;
-// Small gradients are read together as soon as they are so many: they are still in a core's own cache.
-constexpr int64_t kBatchBytes = int64_t{1} << 19;
+// Small gradients are read together as soon as they are so many: they are still in a cache.
+constexpr int64_t kBatchBytes = int64_t{1} << 20;
 
 struct Weight {
   py::object parameter;

@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
 
 MODELS = {
-    "tiny": Shape(64, 4, 176, 4, 2, 16, 512, 2, 64, steps_per_turn=20),
+    "tiny": Shape(64, 4, 176, 4, 2, 16, 512, 2, 64, steps_per_turn=10),
     "small": Shape(256, 4, 704, 4, 2, 64, 2048, 2, 256, steps_per_turn=3),
     "minimind": Shape(512, 8, 1408, 8, 2, 64, 6400, 1, 340, steps_per_turn=1),
     "wide": Shape(1024, 4, 2816, 16, 4, 64, 6400, 1, 256, steps_per_turn=1),

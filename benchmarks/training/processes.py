@@ -7,6 +7,7 @@ a slice, again and again, until all are done. What a turn took is the time its p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -53,11 +54,10 @@ class Remote:
         return bool(answered)
 
     def finish(self) -> dict[str, Any]:
-        """The answer; of a turn with the seconds in which it ran, per step."""
+        """The answer; of a turn with the seconds in which it ran, step by step."""
         answer = self._answer()
-        if "start" in answer:
-            start, end = answer.pop("start"), answer.pop("end")
-            answer["wall"] = ran(self._slices, start, end) / answer.pop("num_steps")
+        if "clock" in answer:
+            answer["wall"] = [ran(self._slices, start, end) for start, end in itertools.pairwise(answer.pop("clock"))]
         return answer
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Contestants in rounds, each round one turn of each, until the noise is small enough.
 
 Receives names and hands on, for each, the ratio of its time to that of the two bare contestants of the same round. The
-two bare ones tell the noise: the run goes on until the median of their ratio is known to within the bound. Where its
+two bare ones tell the noise: the run goes on until the ratio of their undisturbed steps is within the bound. Where its
 memory comes to lie makes a process faster or slower for all its life: so processes exchange their roles until each has
 played every contestant equally often, and a process' own speed is divided out. Where a contestant cannot be detached
 again, all processes are started anew some times instead.
@@ -13,9 +13,13 @@ import math
 import random
 import statistics
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.training.contestants import CONTESTANTS
 from benchmarks.training.models import MODELS
@@ -26,19 +30,21 @@ BARE = ("bare", "bare again")
 NOISE = 0.005
 SLICE_SECONDS = 0.1
 WARMUP_STEPS = 3
-FEWEST_ROUNDS = 20
 LAUNCHES = 4
 ROUNDS_OF_A_ROLE = 8
 CLAIM_SECONDS = 5.0
+RESAMPLED = 400
+
+Floats = NDArray[np.float64]
 
 
 @dataclass
 class Turn:
-    """One turn of one process, in seconds per step."""
+    """One turn of one process: the seconds of its steps."""
 
     process: int
-    wall: float
-    processor: float
+    wall: list[float]
+    processor: list[float]
 
 
 @dataclass
@@ -49,55 +55,72 @@ class Taken:
     losses: list[float] = field(default_factory=list)
     claimed: list[float] = field(default_factory=list)
 
-    def of(self, clock: str) -> list[float]:
-        return [getattr(turn, clock) for turn in self.turns]
-
 
 @dataclass(frozen=True)
 class Ratio:
-    """To bare, over the rounds; `error`: half the width of the 95 % interval of the median."""
+    """To bare, over the rounds: of turns, and of undisturbed steps. Errors are half the width of a 95 % interval."""
 
     median: float
     p20: float
     p80: float
     error: float
+    quiet: float
+    quiet_error: float
 
 
-def ratio_of(mine: list[float], others: list[list[float]]) -> Ratio:
-    """Of a contestant's times to the mean of the others' in the same round."""
-    ratios = sorted(m / statistics.fmean(rest) for m, *rest in zip(mine, *others, strict=True))
-    low, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.2, 0.8))
+def ratios(taken: dict[str, Taken], *, exchanged: bool) -> dict[str, dict[str, Ratio]]:
+    """Of every contestant, by clock, to the bare ones; of a bare one to the other."""
+    found: dict[str, dict[str, Ratio]] = {name: {} for name in taken}
+    for clock in ("wall", "processor"):
+        turns = {name: _times(taken, name, clock, np.mean if exchanged else None) for name in taken}
+        steps = {name: _times(taken, name, clock, _undisturbed if exchanged else None) for name in taken}
+        for name in taken:
+            bare = [other for other in BARE if other != name]
+            of_turns = ratio_of_turns(turns[name], [turns[other] for other in bare])
+            of_steps = ratio_of_undisturbed(steps[name], [steps[other] for other in bare])
+            found[name][clock] = Ratio(*of_turns, *of_steps)
+    return found
+
+
+def _times(taken: dict[str, Taken], name: str, clock: str, typical: Callable[[Floats], Any] | None) -> Floats:
+    """[rounds, steps]. With `typical`, as if all processes were equally fast by it: right where each has played each
+    contestant equally often."""
+    steps: dict[int, list[Floats]] = {}
+    for one in taken.values():
+        for turn in one.turns:
+            steps.setdefault(turn.process, []).append(np.array(getattr(turn, clock)))
+    speeds = {process: 1.0 if typical is None else typical(np.concatenate(all)) for process, all in steps.items()}
+    return np.array([np.array(getattr(turn, clock)) / speeds[turn.process] for turn in taken[name].turns])
+
+
+def ratio_of_turns(mine: Floats, others: list[Floats]) -> tuple[float, float, float, float]:
+    """(median, p20, p80, error of the median) of turns to the mean of the others' turns in the same round."""
+    ratios = mine.mean(1) / np.mean([other.mean(1) for other in others], axis=0)
+    low, median, high = map(float, np.quantile(ratios, (0.2, 0.5, 0.8)))
     # 20 % and 80 % of a normal distribution are 1.683 deviations apart; a median has 1.253 times the error of a mean.
-    deviation = (high - low) / 1.683
-    return Ratio(statistics.median(ratios), low, high, 1.96 * 1.253 * deviation / math.sqrt(len(ratios)))
+    return median, low, high, 1.96 * 1.253 * (high - low) / 1.683 / math.sqrt(len(ratios))
 
 
-def levelled(taken: dict[str, Taken]) -> dict[str, Taken]:
-    """The same turns as if all processes were equally fast: right where each has played each contestant as often."""
-    turns = [turn for one in taken.values() for turn in one.turns]
-    wall, processor = _speeds(turns, "wall"), _speeds(turns, "processor")
-
-    def level(turn: Turn) -> Turn:
-        return Turn(turn.process, turn.wall / wall[turn.process], turn.processor / processor[turn.process])
-
-    return {name: replace(one, turns=list(map(level, one.turns))) for name, one in taken.items()}
+def ratio_of_undisturbed(mine: Floats, others: list[Floats]) -> tuple[float, float]:
+    """Of the steps that a shared machine did not disturb, which makes some longer and none shorter; and its error."""
+    draws = np.random.default_rng(0).integers(len(mine), size=(RESAMPLED, len(mine)))
+    resampled = [_quiet(mine[draw], [other[draw] for other in others]) for draw in draws]
+    low, high = np.quantile(resampled, (0.025, 0.975))
+    return _quiet(mine, others), float(high - low) / 2
 
 
-def _speeds(turns: list[Turn], clock: str) -> dict[int, float]:
-    """Geometric mean of what the turns of a process took."""
-    logs: dict[int, list[float]] = {}
-    for turn in turns:
-        logs.setdefault(turn.process, []).append(math.log(getattr(turn, clock)))
-    return {process: math.exp(statistics.fmean(values)) for process, values in logs.items()}
+def _quiet(mine: Floats, others: list[Floats]) -> float:
+    return float(_undisturbed(mine) / np.mean([_undisturbed(other) for other in others]))
 
 
-def is_settled(taken: dict[str, Taken], noise: float = NOISE) -> bool:
-    """Whether bare against bare is 1 to within the noise, and known that well, in wall and processor time."""
-    one, two = (taken[name] for name in BARE)
-    if len(one.turns) < FEWEST_ROUNDS:
-        return False
-    ratios = [ratio_of(one.of(clock), [two.of(clock)]) for clock in ("wall", "processor")]
-    return all(max(abs(ratio.median - 1), ratio.error) <= noise for ratio in ratios)
+def _undisturbed(steps: Floats) -> float:
+    """What a fifth of the steps stay below."""
+    return float(np.quantile(steps, 0.2))
+
+
+def is_settled(found: dict[str, Ratio], noise: float = NOISE) -> bool:
+    """Whether bare against bare, by clock, is 1 to within the noise, and known that well, for undisturbed steps."""
+    return all(max(abs(ratio.quiet - 1), ratio.quiet_error) <= noise for ratio in found.values())
 
 
 class Comparison:
@@ -145,11 +168,11 @@ class Comparison:
                 if answer["claimed"] is None:
                     break
                 mine.claimed.append(answer["claimed"])
-                spent += answer["wall"] * (WINDOW + 1)
+                spent += sum(answer["wall"])
             player.ask({"leave": None})
 
     def seconds_of_a_round(self) -> float:
-        return sum(statistics.median(one.of("wall")) for one in self.taken.values()) * self.num_steps
+        return sum(statistics.median(sum(turn.wall) for turn in one.turns) for one in self.taken.values())
 
     def _cast(self, shift: int) -> dict[str, tuple[int, Remote]]:
         """Who plays whom, attached and warm."""
@@ -187,59 +210,59 @@ def compare(
 ) -> dict[str, Any]:
     """As many rounds as asked for, or as it takes until the noise is small enough or the time is over; the result is
     what `report.py` takes."""
-    start = time.monotonic()
+    end = time.monotonic() + seconds
     with Server(log) as server:
         comparison = Comparison(server, names, model, threads=threads, **options)
+        exchanged = comparison.swaps and rounds is None
         if rounds is not None:
             comparison.rounds(rounds)
-            taken = comparison.taken
-        elif comparison.swaps:
-            comparison.rounds(2)
-            taken = _squares(comparison, start + seconds)
+        elif exchanged:
+            _squares(comparison, end)
             comparison.claims()
         else:
-            taken = _launches(comparison, seconds)
-        return {
-            "model": model,
-            "threads": threads,
-            **options,
-            "rounds": len(taken["bare"].turns),
-            "exchanged": comparison.swaps and rounds is None,
-            "steps_per_turn": comparison.num_steps,
-            "settled": is_settled(taken),
-            "bare_ms": statistics.median(comparison.taken["bare"].of("wall")) * 1e3,
-            "unavailable": comparison.unavailable,
-            "contestants": {name: _figures(name, taken) | comparison.written[name] for name in comparison.names},
-        }
+            _launches(comparison, seconds)
+    taken = comparison.taken
+    found = ratios(taken, exchanged=exchanged)
+    bare = np.concatenate([turn.wall for turn in taken["bare"].turns])
+    return {
+        "model": model,
+        "threads": threads,
+        **options,
+        "rounds": len(taken["bare"].turns),
+        "exchanged": exchanged,
+        "steps_per_turn": comparison.num_steps,
+        "settled": is_settled(found["bare"]),
+        "bare_ms": float(np.median(bare)) * 1e3,
+        "unavailable": comparison.unavailable,
+        "contestants": {
+            name: {
+                **{clock: vars(ratio) for clock, ratio in found[name].items()},
+                "same_losses": one.losses == taken["bare"].losses,
+                "claimed": statistics.median(one.claimed) if one.claimed else None,
+                **comparison.written[name],
+            }
+            for name, one in taken.items()
+        },
+    }
 
 
-def _squares(comparison: Comparison, end: float) -> dict[str, Taken]:
+def _squares(comparison: Comparison, end: float) -> None:
     """Latin squares of processes and contestants: each process plays each contestant for as many rounds."""
+    comparison.rounds(2)
     num_roles = len(comparison.names)
     fitting = (end - time.monotonic()) / comparison.seconds_of_a_round() / num_roles
     num_rounds = max(2, min(ROUNDS_OF_A_ROLE, round(fitting)))
-    comparison.taken = {name: Taken(losses=one.losses) for name, one in comparison.taken.items()}
+    for one in comparison.taken.values():
+        one.turns.clear()
     while True:
         for shift in range(num_roles):
             comparison.rounds(num_rounds, shift)
-        taken = levelled(comparison.taken)
-        if is_settled(taken) or time.monotonic() > end:
-            return taken
+        if is_settled(ratios(comparison.taken, exchanged=True)["bare"]) or time.monotonic() > end:
+            return
 
 
-def _launches(comparison: Comparison, seconds: float) -> dict[str, Taken]:
+def _launches(comparison: Comparison, seconds: float) -> None:
     num_rounds = 2
     for _ in range(LAUNCHES):
         comparison.rounds(num_rounds)
         num_rounds = max(2, round(seconds / LAUNCHES / comparison.seconds_of_a_round()))
-    return comparison.taken
-
-
-def _figures(name: str, taken: dict[str, Taken]) -> dict[str, Any]:
-    mine, others = taken[name], [taken[bare] for bare in BARE if bare != name]
-    return {
-        "wall": vars(ratio_of(mine.of("wall"), [bare.of("wall") for bare in others])),
-        "processor": vars(ratio_of(mine.of("processor"), [bare.of("processor") for bare in others])),
-        "same_losses": mine.losses == taken["bare"].losses,
-        "claimed": statistics.median(mine.claimed) if mine.claimed else None,
-    }

@@ -7,6 +7,7 @@ process for every worker; each speaks lines of JSON over a socket.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -54,15 +55,17 @@ class Worker:
         return {"bytes_per_step": size / max(self._num_steps, 1), "values_per_step": values}
 
     def turn(self, num_steps: int) -> dict[str, Any]:
-        """Begin and end on the clock. Processor time is all that was used since the last turn: what the threads of a
-        contestant did while others had their turn is its own."""
+        """What the clocks say between steps. The processor time of a step is all that was used since the last one: what
+        the threads of a contestant did while others had their turn is its own."""
         self._attached.begin_turn()
-        start = time.monotonic()
-        losses = [self._step() for _ in range(num_steps)]
-        end = time.monotonic()
-        before, self._billed = self._billed, self._processor_seconds()
+        losses, wall, processor = [], [time.monotonic()], [self._billed]
+        for _ in range(num_steps):
+            losses.append(self._step())
+            wall.append(time.monotonic())
+            processor.append(self._processor_seconds())
+        self._billed = processor[-1]
         return {
-            "start": start, "end": end, "num_steps": num_steps, "processor": (self._billed - before) / num_steps,
+            "clock": wall, "processor": [after - before for before, after in itertools.pairwise(processor)],
             "losses": [loss.item() for loss in losses],
             "claimed": self._attached.overhead() if self._attached.overhead else None,
         }  # fmt: skip
