@@ -290,7 +290,7 @@ def test_a_plain_step_has_the_row_it_would_have_the_long_way(tmp_path: Any, rows
     assert (quick_run.grad(tied.name) > 0).all()
 
 
-@pytest.mark.parametrize("count", [3, 40])  # read at the end of the backward, and some at a time while it runs
+@pytest.mark.parametrize("count", [3, 80])  # read at the end of the backward, and some at a time while it runs
 def test_small_gradients_that_change_after_they_were_read_are_read_again(count: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))
     x = torch.ones(4, 64)
@@ -310,4 +310,4 @@ def test_small_gradients_that_change_after_they_were_read_are_read_again(count: 
     stats = scan.latest()["param_stats"]
     found = [stats[f"{index}.weight"]["grad_norm"] for index in range(count)]
     assert found == pytest.approx([want[0], *(2 * norm for norm in want[1:])], rel=1e-5)
-    assert num_reads > count if count > 32 else num_reads == count
+    assert num_reads > count if count > 64 else num_reads == count
