@@ -116,12 +116,12 @@ def _panel(axes: Any, result: dict[str, Any]) -> None:
         axes.plot(100 * (wall["quiet"] - 1), place, "D", color="black", markersize=3.5)
         kept = f"{figures['bytes_per_step'] / 1024:,.1f} KiB a step" if figures["bytes_per_step"] >= 1 else ""
         text = f"{100 * (wall['quiet'] - 1):+.1f} %  {kept}  {CONTESTANTS[name].records}"
-        axes.text(100 * max(wall["p80"] - 1, 0) + 2 * widest, place, text, va="center", fontsize=7)
+        axes.text(100 * max(wall["p80"] - 1, wall["quiet"] - 1, 0) + 2 * widest, place, text, va="center", fontsize=7)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(right=100 * widest * 2.2 + 0.5)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_title(title(result), fontsize=8, loc="left")
+    axes.set_title(title(result).replace("; bare against", "\nbare against"), fontsize=8, loc="left")
     axes.set_xlabel("longer than a bare step, %; diamonds: undisturbed steps, bars: all, with p20 and p80", fontsize=7)
     axes.tick_params(labelsize=7)
     for side in ("top", "right"):
