@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks import results
-from benchmarks.training import report, rounds
+from benchmarks.training import ratios, report, rounds
 from benchmarks.training.contestants import CONTESTANTS
 from benchmarks.training.processes import Server, ran
 from benchmarks.training.worker import Worker
@@ -87,24 +87,24 @@ def test_only_the_slices_of_a_turn_count() -> None:
 
 
 def test_the_speed_of_a_process_is_divided_out() -> None:
-    def turns(factor: float, order: list[int]) -> rounds.Taken:
-        return rounds.Taken([rounds.Turn(p, [factor * speeds[p]] * 2, [factor * speeds[p]] * 2) for p in order])
+    def turns(factor: float, order: list[int]) -> ratios.Taken:
+        return ratios.Taken([ratios.Turn(p, [factor * speeds[p]] * 2, [factor * speeds[p]] * 2) for p in order])
 
     speeds = [1.0, 1.3, 0.8]
     orders = {"bare": [0, 1, 2], "bare again": [1, 2, 0], "pyscan": [2, 0, 1]}
     taken = {name: turns(1.02 if name == "pyscan" else 1, order) for name, order in orders.items()}
-    for ratio in rounds.ratios(taken, exchanged=True)["pyscan"].values():
+    for ratio in ratios.ratios(taken, exchanged=True)["pyscan"].values():
         assert (ratio.p20, ratio.median, ratio.p80, ratio.quiet) == pytest.approx((1.02,) * 4)
-    assert rounds.ratios(taken, exchanged=False)["pyscan"]["wall"].p80 > 1.1
+    assert ratios.ratios(taken, exchanged=False)["pyscan"]["wall"].p80 > 1.1
 
 
 def test_steps_that_the_machine_disturbs_do_not_move_the_figure_of_the_undisturbed() -> None:
     random = np.random.default_rng(0)
     mine, bare = (factor * (1 + random.random((200, 5)) * 0.01) for factor in (1.02, 1.0))
     mine[random.random(mine.shape) < 0.5] *= 2
-    ratio, error = rounds.ratio_of_undisturbed(mine, [bare])
+    ratio, error = ratios.ratio_of_undisturbed(mine, [bare])
     assert ratio == pytest.approx(1.02, abs=0.005)
-    assert error < 0.005 < rounds.ratio_of_turns(mine, [bare])[-1]
+    assert error < 0.005 < ratios.ratio_of_turns(mine, [bare])[-1]
 
 
 def made_up(pyscan: float, *, noise: float = 0.0, error: float = 0.002) -> dict[str, Any]:
@@ -132,12 +132,12 @@ def test_only_what_the_noise_cannot_explain_counts_as_slower() -> None:
 
 
 def test_rounds_go_on_until_bare_against_bare_is_known() -> None:
-    def ratio(quiet: float, quiet_error: float) -> dict[str, rounds.Ratio]:
-        return {"wall": rounds.Ratio(1, 1, 1, 0, 1, 0.001), "processor": rounds.Ratio(1, 1, 1, 0, quiet, quiet_error)}
+    def ratio(quiet: float, quiet_error: float) -> dict[str, ratios.Ratio]:
+        return {"wall": ratios.Ratio(1, 1, 1, 0, 1, 0.001), "processor": ratios.Ratio(1, 1, 1, 0, quiet, quiet_error)}
 
-    assert rounds.is_settled(ratio(1.004, 0.004))
-    assert not rounds.is_settled(ratio(1.006, 0.004)), "one is slower than the other"
-    assert not rounds.is_settled(ratio(1.0, 0.006)), "it is not known well enough"
+    assert ratios.is_settled(ratio(1.004, 0.004))
+    assert not ratios.is_settled(ratio(1.006, 0.004)), "one is slower than the other"
+    assert not ratios.is_settled(ratio(1.0, 0.006)), "it is not known well enough"
 
 
 def test_a_result_is_kept_with_its_machine_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,6 @@
 namespace pyscan {
 
 // What the end of a step asks of the parts, each defined with its part. The pointer is to what the object holds.
-struct CaptureState;
-CaptureState* CaptureStateOf(const pybind11::object& object);
-double EndStep(CaptureState& state);  // seconds spent in the step
 class GradientWatch;
 GradientWatch* GradientWatchOf(const pybind11::object& object);
 double EndStep(GradientWatch& watch);  // seconds spent in the step

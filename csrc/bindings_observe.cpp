@@ -196,8 +196,6 @@ void ForwardBegins(CaptureState& state) {
 
 }  // namespace
 
-CaptureState* CaptureStateOf(const py::object& object) { return object.cast<CaptureState*>(); }
-
 double EndStep(CaptureState& state) {
   ForgetOrder(state);
   state.is_before_forward = true;

@@ -39,6 +39,9 @@ struct CaptureState {
   }
 };
 
+// Forgets the step; returns the seconds spent in it.
+double EndStep(CaptureState& state);
+
 // True if `x`, which counts `version` writes, is the last input as it was read, and this thread has read it.
 bool IsLast(const CaptureState& state, PyObject* x, long version);
 

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <optional>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_observe.h"
 #include "step_buffer.h"
 #include "writer.h"
 
@@ -29,7 +31,7 @@ class PlainStep {
   PlainStep(py::object buffer, py::object capture, py::object gradients, py::object places, py::object writer,
             Ties ties)
       : buffer_(buffer.cast<StepBuffer*>()),
-        capture_(CaptureStateOf(capture)),
+        capture_(capture.cast<CaptureState*>()),
         gradients_(GradientWatchOf(gradients)),
         places_(ModelPlacesOf(places)),
         writer_(writer.is_none() ? nullptr : writer.cast<Writer*>()),
