@@ -1,6 +1,7 @@
-// The end of a plain step on the CPU in two calls: its row taken and handed to the writer, then everything made ready
-// for the next one. Code that runs once in a step is in no cache, and what it brings there pushes out the training's:
-// so this is one piece instead of many.
+// The end of a plain step on the CPU in one call: its row taken, handed to the writer and glanced at, and everything
+// made ready for the next one. Code that runs once in a step is in no cache, every function of Python takes
+// microseconds there, and what it brings pushes out the training's: so a step of which there is nothing to say ends
+// here.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -26,35 +28,68 @@ namespace {
 // (first cell, first cell it is copied from, number of cells): a tied weight has the gradient of another.
 using Ties = std::vector<std::tuple<int64_t, int64_t, int64_t>>;
 
+// At the latest after so many steps of which there was nothing to say the caller is told of one, to count them.
+constexpr int64_t kMostQuiet = 31;
+
+// As time.perf_counter.
+double Seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
 class PlainStep {
  public:
+  // `pass_by` is given each row that needs no second look, as of TakeLast.
   PlainStep(py::object buffer, py::object capture, py::object gradients, py::object places, py::object writer,
-            Ties ties)
+            py::object glance, py::object pass_by, Ties ties)
       : buffer_(buffer.cast<StepBuffer*>()),
         capture_(capture.cast<CaptureState*>()),
         gradients_(GradientWatchOf(gradients)),
         places_(ModelPlacesOf(places)),
         writer_(writer.is_none() ? nullptr : writer.cast<Writer*>()),
+        glance_(glance.is_none() ? nullptr : RowGlanceOf(glance)),
+        pass_by_(std::move(pass_by)),
         ties_(std::move(ties)),
-        owners_{buffer, capture, gradients, places, writer} {
+        owners_{buffer, capture, gradients, places, writer, glance} {
     for (const auto& [to, from, count] : ties_)
       if (std::min(to, from) < 0 || count < 0 || std::max(to, from) + count > buffer_->num_cells())
         throw py::value_error("a tie lies outside the row");
   }
 
-  // The cells of the finished row, and whether the writer took them.
-  py::tuple Row(uint64_t step, std::optional<uint64_t> tokens, std::optional<double> loss, std::optional<double> lr) {
+  // Closes the row of a step that began at `row_start`; closing it began at `start` (by time.perf_counter). None, or
+  // where there is more to do: whether the writer took the row, and what a glance at it has shown (None: nobody needs
+  // to look again). The caller then ends the step, whose time is left to it.
+  py::object Close(double start, double row_start, uint64_t step, std::optional<double> loss,
+                   std::optional<uint64_t> tokens, std::optional<double> lr) {
     py::array_t<double> cells(buffer_->num_cells());
     double* const row = cells.mutable_data();
     buffer_->Take(1.0, row);
     for (const auto& [to, from, count] : ties_) std::copy_n(row + from, count, row + to);
-    return py::make_tuple(std::move(cells), writer_ == nullptr || Write(step, tokens, loss, lr, row));
+    const bool is_taken = writer_ == nullptr || Write(step, tokens, loss, lr, row);
+    py::object seen = py::none();
+    if (glance_ != nullptr) seen = SecondLook(*glance_, row, buffer_->num_cells(), !loss || std::isfinite(*loss));
+    last_ = py::make_tuple(step, std::move(cells), tokens, loss, lr);
+    if (seen.is_none() && !pass_by_.is_none()) pass_by_(last_);
+    const bool is_quiet = writer_ != nullptr && is_taken && seen.is_none() && num_quiet_ < kMostQuiet;
+    if (!is_quiet || End()) return py::make_tuple(is_taken, std::move(seen));
+    const double now = Seconds();
+    spent_ += now - start;
+    elapsed_ += now - row_start;
+    ++num_quiet_;
+    return py::none();
   }
 
-  // Seconds that the hooks of this step took, and whether the model has changed.
-  py::tuple End() {
-    const double seconds = EndStep(*capture_) + EndStep(*gradients_);
-    return py::make_tuple(seconds, HasChanged(*places_));
+  // Makes the hooks ready for the next step; true if the model has changed. Calling it twice is allowed.
+  bool End() {
+    spent_ += EndStep(*capture_) + EndStep(*gradients_);
+    return HasChanged(*places_);
+  }
+
+  // The newest row that was closed here and has not been taken yet: (step, cells, tokens, loss, lr); None if there is
+  // none.
+  py::object TakeLast() { return std::exchange(last_, py::none()); }
+
+  // Of the steps closed since the last call: seconds spent scanning, seconds of those of which there was nothing to
+  // say, and the number of the latter.
+  py::tuple TakeFigures() {
+    return py::make_tuple(std::exchange(spent_, 0.0), std::exchange(elapsed_, 0.0), std::exchange(num_quiet_, 0));
   }
 
  private:
@@ -80,17 +115,24 @@ class PlainStep {
   GradientWatch* const gradients_;
   const ModelPlaces* const places_;
   Writer* const writer_;
+  RowGlance* const glance_;
+  const py::object pass_by_;
   const Ties ties_;
-  const py::object owners_[5];  // of all that is pointed to
+  const py::object owners_[6];  // of all that is pointed to
+  py::object last_ = py::none();
+  double spent_ = 0, elapsed_ = 0;
+  int64_t num_quiet_ = 0;
 };
 
 }  // namespace
 
 void BindStep(py::module_& m) {
   py::class_<PlainStep>(m, "PlainStep")
-      .def(py::init<py::object, py::object, py::object, py::object, py::object, Ties>())
-      .def("row", &PlainStep::Row)
-      .def("end", &PlainStep::End);
+      .def(py::init<py::object, py::object, py::object, py::object, py::object, py::object, py::object, Ties>())
+      .def("close", &PlainStep::Close)
+      .def("end", &PlainStep::End)
+      .def("take_last", &PlainStep::TakeLast)
+      .def("take_figures", &PlainStep::TakeFigures);
 }
 
 }  // namespace pyscan

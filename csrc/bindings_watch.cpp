@@ -4,6 +4,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -26,26 +28,77 @@ void CheckSize(const char* name, int64_t size, int64_t wanted) {
                           std::to_string(size));
 }
 
-// (largest column, largest column of gradients, whether a count is above 0, whether a column is above its limit)
-py::tuple GlanceAtRow(const Doubles& cells, const Integers& starts, int64_t num_blocks, int64_t num_bad,
-                      const Doubles& limits, Doubles sums, Doubles tops, bool is_first) {
-  const int64_t num_columns = starts.size();
-  CheckSize("limits", limits.size(), num_columns);
-  CheckSize("sums", sums.size(), num_columns);
-  CheckSize("tops", tops.size(), num_blocks);
-  if (num_blocks < 0 || num_bad < 0 || num_blocks + num_bad > cells.size())
-    throw py::value_error("the row is shorter than its blocks and counts");
-  int64_t last = 0;
-  for (int64_t c = 0; c < num_columns; ++c) {
-    if (starts.data()[c] < last || starts.data()[c] > num_blocks) throw py::value_error("starts must ascend");
-    last = starts.data()[c];
+}  // namespace
+
+// Looks at each finished row once. Levels are reviewed at the end of every window of rows, and after the first ones.
+class RowGlance {
+ public:
+  RowGlance(Integers starts, int64_t num_blocks, int64_t num_bad, int64_t window_rows, int64_t first_rows)
+      : starts_(std::move(starts)),
+        num_blocks_(num_blocks),
+        num_bad_(num_bad),
+        window_rows_(window_rows),
+        first_rows_(first_rows),
+        window_(std::vector<int64_t>{window_rows, starts_.size()}),
+        tops_(std::max<int64_t>(num_blocks, 0)),
+        limits_(starts_.size()) {
+    if (num_blocks < 0 || num_bad < 0 || window_rows < 1) throw py::value_error("sizes must not be negative");
+    int64_t last = 0;
+    for (int64_t c = 0; c < starts_.size(); ++c) {
+      if (starts_.data()[c] < last || starts_.data()[c] > num_blocks) throw py::value_error("starts must ascend");
+      last = starts_.data()[c];
+    }
+    std::fill_n(window_.mutable_data(), window_.size(), 0.0);
+    std::fill_n(tops_.mutable_data(), tops_.size(), 0.0);
+    std::fill_n(limits_.mutable_data(), limits_.size(), std::numeric_limits<double>::infinity());
   }
-  const WatchedRow row{cells.data(), cells.size(), starts.data(), num_columns, num_blocks, num_bad};
-  const Glance glance = GlanceAt(row, limits.data(), sums.mutable_data(), tops.mutable_data(), is_first);
+
+  void SetLimits(Doubles limits) {
+    CheckSize("limits", limits.size(), starts_.size());
+    limits_ = std::move(limits);
+  }
+
+  Glance Look(const double* cells, int64_t num_cells) {
+    if (num_blocks_ + num_bad_ > num_cells) throw py::value_error("the row is shorter than its blocks and counts");
+    const int64_t place = num_rows_++ % window_rows_;
+    const WatchedRow row{cells, num_cells, starts_.data(), starts_.size(), num_blocks_, num_bad_};
+    double* const sums = window_.mutable_data() + place * starts_.size();
+    return GlanceAt(row, limits_.data(), sums, tops_.mutable_data(), place == 0);
+  }
+
+  // Whether something is due after the row that was looked at last, whatever is in it.
+  bool IsDue() const {
+    const int64_t rows = num_rows_ % window_rows_;
+    return rows <= 1 || num_rows_ == first_rows_;
+  }
+
+  const Doubles& window() const { return window_; }
+  const Doubles& tops() const { return tops_; }
+  const Doubles& limits() const { return limits_; }
+  int64_t num_rows() const { return num_rows_; }
+
+ private:
+  const Integers starts_;
+  const int64_t num_blocks_, num_bad_, window_rows_, first_rows_;
+  Doubles window_, tops_, limits_;
+  int64_t num_rows_ = 0;
+};
+
+namespace {
+
+py::tuple ToTuple(const Glance& glance) {
   return py::make_tuple(glance.largest, glance.gradient, glance.has_bad, glance.is_above);
 }
 
 }  // namespace
+
+RowGlance* RowGlanceOf(const py::object& object) { return object.cast<RowGlance*>(); }
+
+py::object SecondLook(RowGlance& rows, const double* cells, int64_t num_cells, bool is_loss_finite) {
+  const Glance glance = rows.Look(cells, num_cells);
+  if (is_loss_finite && IsQuiet(glance) && !rows.IsDue()) return py::none();
+  return ToTuple(glance);
+}
 
 // Where things were found in a model: dicts with the number of their entries, entries of dicts, attributes of objects.
 class ModelPlaces {
@@ -90,8 +143,14 @@ const ModelPlaces* ModelPlacesOf(const py::object& object) { return object.cast<
 bool HasChanged(const ModelPlaces& places) { return places.Changed(); }
 
 void BindWatch(py::module_& m) {
-  m.def("glance", &GlanceAtRow, py::arg().noconvert(), py::arg().noconvert(), py::arg(), py::arg(),
-        py::arg().noconvert(), py::arg().noconvert(), py::arg().noconvert(), py::arg(), py::pos_only());
+  py::class_<RowGlance>(m, "Glance")
+      .def(py::init<Integers, int64_t, int64_t, int64_t, int64_t>())
+      .def_property_readonly("window", &RowGlance::window)
+      .def_property_readonly("tops", &RowGlance::tops)
+      .def_property("limits", &RowGlance::limits, &RowGlance::SetLimits)
+      .def_property_readonly("num_rows", &RowGlance::num_rows)
+      .def("look",
+           [](RowGlance& rows, const Doubles& cells) { return ToTuple(rows.Look(cells.data(), cells.size())); });
   py::class_<ModelPlaces>(m, "ModelPlaces")
       .def(py::init<const std::vector<py::dict>&, const ModelPlaces::Places&, const ModelPlaces::Places&>())
       .def("changed", &ModelPlaces::Changed);

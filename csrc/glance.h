@@ -24,6 +24,11 @@ struct Glance {
   bool is_above;    // a column is above its limit
 };
 
+// No second look is needed: nothing in the row sets off an alarm by itself.
+inline bool IsQuiet(const Glance& glance) {
+  return !glance.has_bad && !glance.is_above && !(glance.gradient <= 0 && glance.largest >= 0);
+}
+
 // Writes the columns to `sums`, and to `tops` the larger of it and the cell, for every block; with `is_first` the cell.
 Glance GlanceAt(const WatchedRow& row, const double* limits, double* sums, double* tops, bool is_first);
 

@@ -100,6 +100,7 @@ def make_observer(
 def make_see_alone(
     hook: Callable[..., None], global_hooks: list[dict[int, Any]], probe: str, /
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]: ...
+def value_of(x: Any, /) -> float | None: ...
 def use_torch(
     tensor_type: type,
     is_grad_enabled: Callable[[], bool],
@@ -171,17 +172,19 @@ class ModelPlaces:
     ) -> None: ...
     def changed(self) -> bool: ...
 
-def glance(
-    cells: NDArray[np.float64],
-    starts: NDArray[np.int64],
-    num_blocks: int,
-    num_bad: int,
-    limits: NDArray[np.float64],
-    sums: NDArray[np.float64],
-    tops: NDArray[np.float64],
-    is_first: bool,
-    /,
-) -> tuple[float, float, bool, bool]: ...
+class Glance:
+    def __init__(
+        self, starts: NDArray[np.int64], num_blocks: int, num_bad: int, num_rows: int, first_rows: int, /
+    ) -> None: ...
+    @property
+    def window(self) -> NDArray[np.float64]: ...
+    @property
+    def tops(self) -> NDArray[np.float64]: ...
+    limits: NDArray[np.float64]
+    @property
+    def num_rows(self) -> int: ...
+    def look(self, cells: NDArray[np.float64], /) -> tuple[float, float, bool, bool]: ...
+
 def borrow_threads(gomp_parallel: int, /) -> None: ...
 
 _Layout = list[tuple[str, str, int]]
@@ -244,10 +247,21 @@ class PlainStep:
         gradients: GradientWatch,
         places: ModelPlaces,
         writer: Writer | None,
+        glance: Glance | None,
+        pass_by: Callable[[tuple[Any, ...]], None] | None,
         ties: list[tuple[int, int, int]],
         /,
     ) -> None: ...
-    def row(
-        self, step: int, tokens: int | None, loss: float | None, lr: float | None, /
-    ) -> tuple[NDArray[np.float64], bool]: ...
-    def end(self) -> tuple[float, bool]: ...
+    def close(
+        self,
+        start: float,
+        row_start: float,
+        step: int,
+        loss: float | None,
+        tokens: int | None,
+        lr: float | None,
+        /,
+    ) -> tuple[bool, tuple[float, float, bool, bool] | None] | None: ...
+    def end(self) -> bool: ...
+    def take_last(self) -> tuple[int, NDArray[np.float64], int | None, float | None, float | None] | None: ...
+    def take_figures(self) -> tuple[float, float, int]: ...

@@ -169,10 +169,16 @@ class StepBuffer(RowCells):
         return _C.GradientWatch(self._native, weights, early, begins, careful, gone, failed)
 
     def plain_step(
-        self, capture: _C.CaptureState, gradients: _C.GradientWatch, places: _C.ModelPlaces, writer: _C.Writer | None
+        self,
+        capture: _C.CaptureState,
+        gradients: _C.GradientWatch,
+        places: _C.ModelPlaces,
+        writer: _C.Writer | None,
+        glance: _C.Glance | None,
+        pass_by: Callable[[tuple[Any, ...]], None] | None,
     ) -> _C.PlainStep:
         """What ends a step without peculiarities by itself."""
-        return _C.PlainStep(self._native, capture, gradients, places, writer, self.ties())
+        return _C.PlainStep(self._native, capture, gradients, places, writer, glance, pass_by, self.ties())
 
     def set_grad(self, site: int, grad: torch.Tensor) -> None:
         """Take the matrix `grad` for the site's gradient, in the place of what was there."""

@@ -52,7 +52,7 @@ def nonfinite(
     sites: Sites,
     step: int,
     fault: Fault,
-    before: Iterable[tuple[int, float | None, Floats]],
+    before: Iterable[tuple[Any, ...]],
     *,
     loss: float | None,
     after_clip: bool,
@@ -67,7 +67,9 @@ def nonfinite(
         "loss_finite": None if loss is None else not loss_is_bad,
         "values": fault.num_values,
         "sites": fault.num_sites,
-        "before": [{"step": s, "loss": finite(lost), **sites.norms(cells, fault.site)} for s, lost, cells in before],
+        "before": [
+            {"step": s, "loss": finite(lost), **sites.norms(cells, fault.site)} for s, cells, _, lost, *_ in before
+        ],
     }
     text = explain(fault, names, loss_is_bad=loss_is_bad, after_clip=after_clip)
     return _event("nonfinite", step, names[fault.site], text, told)

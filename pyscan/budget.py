@@ -44,16 +44,18 @@ class Budget:
         bare = self._elapsed - self._spent - self._hooks
         return (self._spent + self._hooks) / bare if bare > 0 else 0.0
 
-    def step(self, spent: float, elapsed: float, scanned: bool, hooks: float = 0.0) -> dict[str, float] | None:
-        """Count a step; returns what changed about `every`, if anything.
+    def step(
+        self, spent: float, elapsed: float, scanned: bool, hooks: float = 0.0, num_steps: int = 1
+    ) -> dict[str, float] | None:
+        """Count a step, or several that are alike; returns what changed about `every`, if anything.
 
         `spent` is the time of scanning; `hooks` what the calls of hooks take, which a step that is left out has too.
         """
         self._spent += spent
         self._hooks += hooks
         self._elapsed += elapsed
-        self._scanned += scanned
-        self._num_steps += 1
+        self._scanned += scanned * num_steps
+        self._num_steps += num_steps
         if self._num_steps < max(WINDOW, 2 * self.every) or self._elapsed <= 0:
             return None
         change = self._decide()

@@ -1,7 +1,8 @@
 """The model's forward as a whole: which rows count, how many tokens there are, and what loss came out.
 
 Receives the calls of the outermost module and hands on, per step, the losses and the number of tokens of its
-grad-enabled forwards; during a forward, the mask named by the user. Nothing here asks a tensor for its value.
+grad-enabled forwards; during a forward, the mask named by the user. Nothing here waits for
+a tensor's value: it is taken where it is at hand.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyscan import _C
 from pyscan.closing import Seen
 from pyscan.gradients import make_nothing, nothing
 from pyscan.graph import Graph, Target
@@ -39,7 +41,7 @@ class ForwardWatch:
         self._on_begin = on_begin
         self._on_batch = on_batch
         self._on_end = on_end
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor | float] = []
         self._are_shares = False  # the losses of the micro-batches add up to that of the step
         self._noted: list[Tensor] = []
         self._noted_tokens: int | None = None
@@ -59,16 +61,14 @@ class ForwardWatch:
     def note(self, loss: Tensor | float | None, tokens: int | None) -> None:
         """What the loop says of a micro-batch; it goes before what the model says."""
         if loss is not None:
-            self._noted.append(
-                to_local(loss.detach()) if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-            )
+            self._noted.append(to_local(loss.detach()) if isinstance(loss, Tensor) else _as_tensor(loss))
         if tokens is not None:
             self._noted_tokens = (self._noted_tokens or 0) + tokens
 
     def take(self) -> Seen:
         """The losses and the number of tokens since the last call, as far as the loop or the model says them."""
         are_shares = self._are_shares and not self._noted
-        losses = tuple(self._noted or self._losses)
+        losses = tuple(self._noted or map(_as_tensor, self._losses))
         if self._noted_tokens is None:
             seen = Seen(losses, self._num_tokens, tuple(self._masked_counts), are_shares)
         else:
@@ -85,8 +85,8 @@ class ForwardWatch:
         self._losses = []
         num_tokens, self._num_tokens = self._num_tokens, None
         if len(losses) == 1:
-            return losses[0].item(), num_tokens
-        return sum([loss.item() for loss in losses]) / len(losses) if losses else None, num_tokens
+            return float(losses[0]), num_tokens
+        return sum(map(float, losses)) / len(losses) if losses else None, num_tokens
 
     def take_num_forwards(self) -> int:
         """How many grad-enabled forwards there were since the last call."""
@@ -115,13 +115,18 @@ class ForwardWatch:
         if not self.active or not torch.is_grad_enabled():
             return
         loss: Any = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if (value := _single_value(loss)) is not None:
+        value: Tensor | float | None = _C.value_of(loss)
+        if value is not None or (value := _single_value(loss)) is not None:
             self._losses.append(value)
             if self.targets is None:
                 self.targets = []
                 with contextlib.suppress(RuntimeError):  # what is saved may be offloaded, or not be kept at all
                     self.targets = Graph(loss).targets
         self._on_end()
+
+
+def _as_tensor(loss: Tensor | float) -> Tensor:
+    return loss if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
 
 
 def _has_value(x: Tensor) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,45 +73,38 @@ def _root(value: float) -> float | None:
     return _number(math.sqrt(value)) if value >= 0 else None
 
 
-class Glance(Protocol):
-    """The first look at a row. Receives its cells, where each site's blocks start, how many blocks and how many counts
-    of bad values it has, and bounds for the sums; fills `sums` and the largest value of each block so far (`tops`).
+# The largest sum of squares of a site, that of the gradients alone, whether there are values that are not finite, and
+# whether a sum is above its limit.
+Seen = tuple[float, float, bool, bool]
 
-    Hands on the largest sum of all and of the gradients, whether there are bad values, and whether a sum is above its
-    bound.
+
+class Glance:
+    """The first look at each row: its sums per site go into the window, the largest value of each block into `tops`.
+
+    Receives where each site's blocks start, how many blocks and how many counts of bad values a row has, and how many
+    rows are a window. The definition; the scanner uses one compiled from csrc/glance.cpp, to which it also matters
+    after how many rows (`first_rows`) levels have their first reference.
     """
 
-    def __call__(
-        self,
-        cells: Floats,
-        starts: NDArray[np.int64],
-        num_blocks: int,
-        num_bad: int,
-        limits: Floats,
-        sums: Floats,
-        tops: Floats,
-        is_first: bool,
-        /,
-    ) -> tuple[float, float, bool, bool]: ...
+    def __init__(
+        self, starts: NDArray[np.int64], num_blocks: int, num_bad: int, num_rows: int, first_rows: int, /
+    ) -> None:
+        self._starts, self._num_blocks, self._num_bad = starts, num_blocks, num_bad
+        self.window = np.zeros((num_rows, len(starts)))  # sums of squares
+        self.tops = np.zeros(num_blocks)  # of the window
+        self.limits = np.full(len(starts), np.inf)
+        self.num_rows = 0  # so far
 
-
-def glance(
-    cells: Floats,
-    starts: NDArray[np.int64],
-    num_blocks: int,
-    num_bad: int,
-    limits: Floats,
-    sums: Floats,
-    tops: Floats,
-    is_first: bool,
-    /,
-) -> tuple[float, float, bool, bool]:
-    """The definition; the scanner uses one compiled from csrc/glance.cpp."""
-    sums[:] = np.add.reduceat(cells[:num_blocks], starts)
-    tops[:] = cells[:num_blocks] if is_first else np.maximum(tops, cells[:num_blocks])
-    gradient = float(sums[len(sums) // 2 :].max())
-    has_bad = bool((cells[len(cells) - num_bad :] > 0).any())
-    return float(sums.max()), gradient, has_bad, bool((sums > limits).any())
+    def look(self, cells: Floats, /) -> Seen:
+        """Look at the next row."""
+        place = self.num_rows % len(self.window)
+        self.num_rows += 1
+        blocks, sums = cells[: self._num_blocks], self.window[place]
+        sums[:] = np.add.reduceat(blocks, self._starts)
+        self.tops[:] = blocks if place == 0 else np.maximum(self.tops, blocks)
+        has_bad = bool((cells[len(cells) - self._num_bad :] > 0).any())
+        gradient = float(sums[len(sums) // 2 :].max())
+        return float(sums.max()), gradient, has_bad, bool((sums > self.limits).any())
 
 
 def levels_of(sums: Floats) -> Floats:

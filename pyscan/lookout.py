@@ -8,12 +8,13 @@ file can tell what came first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pyscan import _C
 from pyscan.alarms import Event
 from pyscan.first_bad import Orders
 from pyscan.latest import Row
+from pyscan.levels import Seen
 from pyscan.schema import SiteInfo
 from pyscan.watch import RowWatch, Watch
 
@@ -43,27 +44,36 @@ class Lookout:
         self._arrivals = arrivals
         self._announce = announce
         limits = watch if isinstance(watch, Watch) else Watch()
-        self._rules = RowWatch(sites, limits, self._orders, _C.glance) if watch else None
+        self._rules = RowWatch(sites, limits, self._orders, _C.Glance) if watch else None
         self._detail = limits.detail
         self._detail_until = -1
         self._known: Orders | None = None  # as of the first row with gradients
-        self._last_step = 0
 
-    def row(self, row: Row) -> None:
-        """Look at a finished row."""
+    @property
+    def glance(self) -> _C.Glance | None:
+        """What takes the first look at each row; None where nobody looks."""
+        glance = None if self._rules is None else self._rules.glance
+        return glance if isinstance(glance, _C.Glance) else None
+
+    @property
+    def pass_by(self) -> Callable[[tuple[Any, ...]], None] | None:
+        """What takes a row that the glance has looked at and that needs no second look."""
+        return None if self._rules is None else self._rules.before.append
+
+    def row(self, row: Row, seen: Seen | None = None) -> None:
+        """Look at a finished row; with `seen` the glance has looked already."""
         if self._known is None and (backward := self._arrivals()):
             self._known = Orders(self._meetings.order, backward)
             self._announce({"kind": ORDER, "step": row.step, "site": None, **self._known._asdict()})
-        self._last_step = row.step
         if self._rules is not None:
-            events = self._rules.see(row.step, row.cells, row.loss, row.flags)
+            events = self._rules.see(row.step, row.cells, row.loss, row.flags, seen)
             if events:
                 self._tell(events)
 
-    def finish(self) -> None:
-        """No row will follow."""
+    def finish(self, step: int) -> None:
+        """No row will follow that of `step`."""
         if self._rules is not None:
-            self._tell(self._rules.finish(self._last_step))
+            self._tell(self._rules.finish(step))
 
     def wants(self, step: int) -> bool:
         """Whether an alarm asks for a row of this step, whatever `every` says."""

@@ -39,6 +39,7 @@ from pyscan.grad_check import row_counts
 from pyscan.gradients import GradientReader, nothing
 from pyscan.init_check import judge_init, weight_gains
 from pyscan.latest import ABSENT_SUM, Row, param_stats
+from pyscan.levels import Seen
 from pyscan.lookout import Lookout
 from pyscan.pipeline import watch_stages, wrap_stages
 from pyscan.placement import find_placements
@@ -172,9 +173,9 @@ class Scanner:
 
     def latest(self) -> dict[str, Any]:
         """The newest finished row: step, token_count and, per site, activation and gradient norm and their blocks."""
-        if self._latest is None:
+        if (newest := self._newest()) is None:
             return {"step": None, "seq_id": None, "token_count": None, "param_stats": {}}
-        row, buffer = self._latest
+        row, buffer = newest
         stats = param_stats(buffer, row.cells)
         return {"step": row.step, "seq_id": row.step, "token_count": row.tokens, "param_stats": stats}
 
@@ -205,17 +206,17 @@ class Scanner:
 
         Made for dashboards: `wandb.log(scan.grad_check())` logs `grad_check/ok_params` and its three companions.
         """
-        if self._latest is None:
+        if (newest := self._newest()) is None:
             return {}
-        row, buffer = self._latest
+        row, buffer = newest
         return row_counts(buffer.layout.schema.sites, row.cells)
 
     def figures(self) -> dict[str, float]:
         """A handful of numbers about the newest row, for a logger: those of `grad_check` and `pyscan/grad_norm` (of all
         weights together, before clipping), `.../act_max`, `grad_max`, `bad_values`, `alarms` and `overhead`."""
-        if self._latest is None:
+        if (newest := self._newest()) is None:
             return {}
-        row, buffer = self._latest
+        row, buffer = newest
         sites = buffer.layout.schema.sites
         alarms = sum(event["kind"] in ADVICE for event in self.events)
         figures = row_figures(sites, row.cells) | {"pyscan/alarms": float(alarms), "pyscan/overhead": self.overhead}
@@ -270,7 +271,7 @@ class Scanner:
         if self.config.budget is not None:
             self._budget.every = max(saved.every, self.config.every)
         self.rows = [row for row in self.rows if row.step <= saved.step]
-        if self._latest is not None and self._latest[0].step > saved.step:
+        if (newest := self._newest()) is not None and newest[0].step > saved.step:
             self._latest = None
         if self._tokens is not None:
             self._tokens.forget_after(saved.step)
@@ -314,9 +315,11 @@ class Scanner:
         self._wait_rows()
         if not self._off:
             try:
-                self._lookout.finish()
+                newest = self._newest()
+                step = newest[0].step if newest else 0
+                self._lookout.finish(step)
                 if self._writer is not None:
-                    self._writer.event("closed", self._latest[0].step if self._latest else 0, overhead=self.overhead)
+                    self._writer.event("closed", step, overhead=self.overhead)
             except Exception as error:
                 self._fail(error)
         self._off = True
@@ -418,6 +421,7 @@ class Scanner:
         self._hook_seconds = num_hooks * hook_cost.seconds_per_call()
         self._state = ModelState(self._model, sites)
         self._plain = self._plain_step()
+        self._num_threads = 0
         self._use_threads()
         self._set_active()
         _forget_compiled_code()
@@ -431,7 +435,8 @@ class Scanner:
         if not isinstance(buffer, StepBuffer) or not isinstance(gradients, _C.GradientWatch):
             return None
         writer = None if self._writer is None else self._writer.native
-        return buffer.plain_step(self._capture.state, gradients, self._state.places, writer)
+        watch = self._lookout.glance, self._lookout.pass_by
+        return buffer.plain_step(self._capture.state, gradients, self._state.places, writer, *watch)
 
     def _watch_tokens(self) -> None:
         if self._tokens is None:
@@ -518,24 +523,36 @@ class Scanner:
 
     def _close_plain(self) -> bool:
         """Close the row of a step without peculiarities, where `_is_plain` says that the scan has none either; what
-        `_close_row` does, in less code. Code that runs once in a step is in no cache and takes several times as long
-        as in a loop, which shows on small models. False: nothing was done."""
+        `_close_row` does, in one call unless there is something to say. False: nothing was done."""
         start = _clock()
         plain = self._plain
         if plain is None or self._late or (seen := self._forward.take_plain()) is None:
             return False
-        loss, num_tokens = seen
-        rate = self._steps.learning_rate()
-        cells, is_taken = plain.row(self._step, num_tokens, loss, rate)
-        row = Row(self._step, cells, num_tokens, loss, rate, None, 0)
-        self._latest = row, self.buffer
+        news = plain.close(start, self._row_start, self._step, *seen, self._steps.learning_rate())
+        if news is None:
+            self._step += 1
+            self._row_start = _clock()
+        else:
+            self._tell(plain, start, *news)
+        return True
+
+    def _tell(self, plain: _C.PlainStep, start: float, is_taken: bool, seen: Seen | None) -> None:
+        """What there is to say of a row that was closed by `_close_plain`."""
+        newest = self._newest()
+        assert newest is not None
         if self._writer is None:
-            self.rows.append(row)
+            self.rows.append(newest[0])
         elif not is_taken:
             self._writer.refused()
-        self._lookout.row(row)
-        self._end_step(start, *plain.end())
-        return True
+        if seen is not None:
+            self._lookout.row(newest[0], seen)
+        self._end_step(start, 0.0, plain.end())
+
+    def _newest(self) -> tuple[Row, Buffer] | None:
+        """The newest finished row, with the buffer that knows its cells."""
+        if self._plain is not None and (last := self._plain.take_last()) is not None:
+            self._latest = Row(*last, None, 0), self.buffer
+        return self._latest
 
     def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
         if self._off:
@@ -596,9 +613,10 @@ class Scanner:
     def _use_threads(self) -> None:
         """As many as torch has; a loop may change that."""
         num_threads = torch.get_num_threads()
-        if num_threads == self.buffer.num_threads == self._gradients.state.num_threads:
+        if num_threads == self._num_threads:
             return
-        self.buffer.num_threads = self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
+        self._num_threads = self.buffer.num_threads = num_threads
+        self._capture.state.num_threads = self._gradients.state.num_threads = num_threads
 
     def _finish_row(self, finished: Finished) -> None:
         """A row is there: on the CPU that of the step that ends, on a GPU one of an earlier step."""
@@ -665,15 +683,18 @@ class Scanner:
         )
 
     def _end_step(self, start: float, spent: float, has_changed: bool) -> None:
-        """The row is closed, which began at `start`; the hooks took `spent` seconds, and the model may have changed."""
+        """The row is closed, which began at `start`; the hooks took `spent` seconds, and the model may have changed.
+        Steps of which there was nothing to say are counted with the next one of which there is."""
         was_active = self._capture.state.active
+        before, elapsed, num_quiet = (0.0, 0.0, 0) if self._plain is None else self._plain.take_figures()
         if has_changed:
             self._follow_model()
         self._use_threads()
         self._step += 1
         hooks = self._hook_seconds * self._forward.take_num_forwards()
         now = _clock()
-        change = self._budget.step(spent + now - start, now - self._row_start, was_active, hooks)
+        spent += before + now - start
+        change = self._budget.step(spent, elapsed + now - self._row_start, was_active, hooks, num_quiet + 1)
         self._row_start = now
         if change is not None:
             self._event("every", **dict[str, Any](change))
@@ -693,6 +714,7 @@ class Scanner:
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""
         old = {site.name for site in self._inventory.sites}
+        self._newest()  # while the buffer that knows its cells is there
         self._wait_rows()
         self._unwatch_sites()
         self._device = device_of(self._model)

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,11 @@ from pyscan import alarms
 from pyscan.alarms import Event
 from pyscan.first_bad import Orders, first_bad
 from pyscan.format import ROW_AFTER_CLIP, ROW_SKIPPED
-from pyscan.levels import Bounds, Glance, Sites, glance, highest, is_level, levels_of
+from pyscan.levels import Bounds, Glance, Seen, Sites, highest, is_level, levels_of
 from pyscan.schema import SiteInfo
+
+if TYPE_CHECKING:
+    from pyscan import _C
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -71,80 +75,64 @@ class RowWatch:
         sites: Sequence[SiteInfo],
         limits: Watch | None = None,
         orders: Callable[[], Orders] = Orders,
-        look: Glance = glance,
+        glance: type[Glance] | type[_C.Glance] = Glance,
     ) -> None:
         self.limits = limits or Watch()
         self._orders = orders
-        self._look = look
         self._sites = Sites(sites)
         rows, columns = self.limits.patience, len(self._sites.sizes)
         self._bounds = Bounds(
             self._sites, explode=self.limits.explode, spike=self.limits.spike, deviations=self.limits.deviations
         )
-        self._window = np.empty((rows, columns))  # sums of squares
-        self._largest = np.empty(self._sites.num_blocks)  # of each block in the window
+        self.glance = glance(self._sites.starts, self._sites.num_blocks, 2 * self._sites.num_all, rows, FIRST_ROWS)
         self._window_step = 0  # of the window's first row
-        self._num_rows = 0
-        self._before: deque[tuple[int, float | None, Floats]] = deque(maxlen=self.limits.keep)
-        self._was_exploded: Mask | None = None  # in the row before
+        # Rows that were looked at: (step, cells, tokens, loss, ...). Others may put those here that set off nothing.
+        self.before: deque[tuple[Any, ...]] = deque(maxlen=self.limits.keep)
+        self._exploded = 0, np.zeros(columns, bool)  # number of the last row above a bound, and what exploded in it
         self._on = {kind: np.zeros(columns, bool) for kind in KINDS[2:]}
-        self._quiet_rows = dict.fromkeys(KINDS, rows)  # since the alarm was last on
+        self._last_on = dict.fromkeys(KINDS[:2], -rows)  # number of the row
+        self._quiet_rows = dict.fromkeys(KINDS[2:], rows)  # since the alarm was last on
         self._num_skipped = 0  # rows running that a scaler skipped
 
-    def see(self, step: int, cells: Floats, loss: float | None = None, flags: int = 0) -> list[Event]:
-        """Look at the next row; what it sets off, most often nothing."""
+    def see(
+        self, step: int, cells: Floats, loss: float | None = None, flags: int = 0, seen: Seen | None = None
+    ) -> list[Event]:
+        """Look at the next row; what it sets off, most often nothing. With `seen` the glance has looked already."""
         sites = self._sites
         if not sites.names:
             return []
-        place = self._num_rows % self.limits.patience
+        largest, gradient, has_bad, is_above = self.glance.look(cells) if seen is None else seen
+        place = (self.glance.num_rows - 1) % self.limits.patience
         if place == 0:
             self._window_step = step
-        self._num_rows += 1
-        sums = self._window[place]
-        largest, gradient, has_bad, is_above = self._look(
-            cells,
-            sites.starts,
-            sites.num_blocks,
-            2 * sites.num_all,
-            self._bounds.largest_sum,
-            sums,
-            self._largest,
-            place == 0,
-        )
         events = []
         # A mean over no labels is NaN with gradients of 0: that is the other alarm.
         is_bad = has_bad or (loss is not None and not math.isfinite(loss) and gradient != 0)
-        if not is_bad or self._scaler_skips(cells, flags):
-            self._quiet_rows["nonfinite"] += 1
-        elif self._begins("nonfinite"):
+        if is_bad and not self._scaler_skips(cells, flags) and self._begins("nonfinite"):
             events.append(self._nonfinite(step, cells, loss, flags))
-        if not gradient <= 0 <= largest:
-            self._quiet_rows["no_gradient"] += 1
-        elif self._begins("no_gradient"):
+        if gradient <= 0 <= largest and self._begins("no_gradient"):
             events.append(alarms.no_gradient(step, loss, gradient == 0))
         if is_above:
-            events += self._too_high(step, levels_of(sums))
-        else:
-            self._was_exploded = None
-        self._before.append((step, loss, cells))
+            events += self._too_high(step, levels_of(self.glance.window[place]))
+        self.before.append((step, cells, None, loss))
         if place == self.limits.patience - 1:
-            events += self._review(step, levels_of(self._window))
-        elif self._num_rows == FIRST_ROWS:
-            self._bounds.begin(levels_of(self._window[:FIRST_ROWS]))
+            events += self._review(step, levels_of(self.glance.window))
+        elif self.glance.num_rows == FIRST_ROWS:
+            self._bounds.begin(levels_of(self.glance.window[:FIRST_ROWS]))
+            self.glance.limits = self._bounds.largest_sum
         return events
 
     def finish(self, step: int) -> list[Event]:
         """Review the rows since the last review: there will be no more."""
-        rows = self._num_rows % self.limits.patience
-        return self._review(step, levels_of(self._window[:rows])) if rows >= FIRST_ROWS else []
+        rows = self.glance.num_rows % self.limits.patience
+        return self._review(step, levels_of(self.glance.window[:rows])) if rows >= FIRST_ROWS else []
 
     # What cannot wait
 
     def _begins(self, kind: str) -> bool:
         """Whether an alarm that is on fires: it was not on in the last `patience` rows."""
-        fires = self._quiet_rows[kind] >= self.limits.patience
-        self._quiet_rows[kind] = 0
-        return fires
+        before, self._last_on[kind] = self._last_on[kind], self.glance.num_rows
+        return self.glance.num_rows - before > self.limits.patience
 
     def _scaler_skips(self, cells: Floats, flags: int) -> bool:
         """A scaler that looks for its scale skips steps whose gradients overflow; only for ever is a fault."""
@@ -163,13 +151,14 @@ class RowWatch:
         if fault is None:
             return alarms.bad_loss(self._sites, step, orders)
         after_clip = bool(flags & ROW_AFTER_CLIP)
-        return alarms.nonfinite(self._sites, step, fault, self._before, loss=loss, after_clip=after_clip)
+        return alarms.nonfinite(self._sites, step, fault, self.before, loss=loss, after_clip=after_clip)
 
     def _too_high(self, step: int, levels: Floats) -> list[Event]:
         bounds = self._bounds
         exploded = levels > bounds.explode
-        lasting = np.zeros_like(exploded) if self._was_exploded is None else exploded & self._was_exploded
-        self._was_exploded = exploded
+        number, before = self._exploded
+        lasting = exploded & before if number == self.glance.num_rows - 1 else np.zeros_like(exploded)
+        self._exploded = self.glance.num_rows, exploded
         events = []
         for kind, mask, usual in (
             ("exploding", lasting, bounds.reference),
@@ -197,6 +186,7 @@ class RowWatch:
         for kind in KINDS[2:]:
             self._quiet_rows[kind] += len(window)
         self._bounds.follow(window)
+        self.glance.limits = self._bounds.largest_sum
         return self._find_faded(step, window[:, len(self._sites) :]) + self._find_dead(step)
 
     def _find_faded(self, step: int, gradients: Floats) -> list[Event]:
@@ -211,8 +201,8 @@ class RowWatch:
         return [alarms.faded(self._sites, step, np.flatnonzero(low), top, relative, self._orders())]
 
     def _find_dead(self, step: int) -> list[Event]:
-        blocks = (self._largest == 0) & self._sites.may_die[self._sites.of_block]
-        if self._quiet_rows["no_gradient"] == 0:
+        blocks = (self.glance.tops == 0) & self._sites.may_die[self._sites.of_block]
+        if self._last_on["no_gradient"] == self.glance.num_rows:
             blocks = blocks & (self._sites.of_block < len(self._sites))  # all gradients are 0, which has been said
         mask = np.zeros(len(self._sites.sizes), bool)
         mask[self._sites.of_block[blocks]] = True

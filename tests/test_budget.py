@@ -62,6 +62,15 @@ def test_hooks_count_in_every_step_and_leave_less_to_scanning() -> None:
     assert alone.every < LARGEST
 
 
+def test_steps_that_are_counted_together_are_as_many_steps() -> None:
+    one_by_one, together = Budget(1, None), Budget(1, None)
+    run(one_by_one, scan=0.1, bare=1.0, hooks=0.1, steps=WINDOW)
+    together.step(0.1 * (WINDOW - 1), 1.2 * (WINDOW - 1), True, 0.1 * (WINDOW - 1), WINDOW - 1)
+    assert together._overhead is None
+    together.step(0.1, 1.2, True, 0.1)
+    assert together._overhead == pytest.approx(one_by_one._overhead)
+
+
 def test_a_hook_costs_a_little_and_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hook_cost.seconds_per_call.cache_clear()
     assert 0 <= hook_cost.seconds_per_call() < 1e-3
@@ -84,9 +93,9 @@ def test_the_calls_of_hooks_are_in_the_scanners_own_figure(monkeypatch: pytest.M
     with pyscan.attach(model, optimizer=optimizer) as scan:
         real = scan._budget.step
 
-        def step(spent: float, elapsed: float, scanned: bool, hooks: float) -> Any:
+        def step(spent: float, elapsed: float, scanned: bool, hooks: float, num_steps: int) -> Any:
             counted.append(hooks)
-            return real(spent, elapsed, scanned, hooks)
+            return real(spent, elapsed, scanned, hooks, num_steps)
 
         scan._budget.step = step  # type: ignore[method-assign]
         for _ in range(2):

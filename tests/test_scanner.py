@@ -624,7 +624,7 @@ def trained(tmp_path: Any) -> Iterator[Callable[..., Any]]:
                 model(**batch(seed)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                rows += [scan._latest[0]] if scan._latest is not None else []
+                rows += [newest[0]] if (newest := scan._newest()) is not None else []
         return rows, pyscan.open(tmp_path / name)
 
     return run

@@ -275,7 +275,7 @@ def test_a_plain_step_has_the_row_it_would_have_the_long_way(tmp_path: Any, rows
                 model(**batch(seed)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                found.append(scan._latest[0])
+                found.append(scan._newest()[0])
             assert scan._is_plain == is_plain
         return found, pyscan.open(tmp_path / name)
 

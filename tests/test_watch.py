@@ -12,7 +12,7 @@ from torch import nn
 import pyscan
 from pyscan import _C
 from pyscan.first_bad import Orders
-from pyscan.levels import glance
+from pyscan.levels import Glance
 from pyscan.schema import SiteInfo
 from pyscan.watch import KINDS, RowWatch, Watch
 from tests import families
@@ -372,18 +372,33 @@ def test_healthy_training_of_every_family_raises_no_alarm_whatever_the_seed(name
 
 @pytest.mark.parametrize("odd", [None, np.nan, 0.0, -1.0, np.inf])
 @pytest.mark.parametrize("place", [0, 5, 11, 13, 15])
-@pytest.mark.parametrize("is_first", [False, True])
-def test_the_compiled_glance_sees_what_the_definition_sees(odd: float | None, place: int, is_first: bool) -> None:
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_the_compiled_glance_sees_what_the_definition_sees(odd: float | None, place: int, num_before: int) -> None:
     random = np.random.default_rng(0)
     starts, num_blocks, num_bad = np.array([0, 3, 4, 6, 9, 10]), 12, 4
-    cells = np.concatenate([random.integers(1, 9, num_blocks), np.zeros(num_bad)]).astype(np.float64)
+    rows = [
+        np.concatenate([random.integers(1, 9, num_blocks), np.zeros(num_bad)]).astype(np.float64)
+        for _ in range(num_before + 1)
+    ]
     if odd is not None:
-        cells[place] = odd
-    limits = np.array([30.0, 9.0, 30.0, 30.0, 9.0, 30.0])
-    found = []
-    for look in (glance, _C.glance):
-        sums, tops = np.empty(6), np.full(num_blocks, 4.0)
-        told = look(cells, starts, num_blocks, num_bad, limits, sums, tops, is_first)
-        found.append((np.array(told, np.float64), sums, tops))
-    for expected, actual in zip(*found, strict=True):
+        rows[-1][place] = odd
+    looks = [kind(starts, num_blocks, num_bad, 2, 4) for kind in (Glance, _C.Glance)]
+    for look in looks:
+        look.limits = np.array([30.0, 9.0, 30.0, 30.0, 9.0, 30.0])
+    for row in rows:
+        expected, actual = (np.array(look.look(row), np.float64) for look in looks)
         np.testing.assert_array_equal(actual, expected)
+        np.testing.assert_array_equal(looks[1].window, looks[0].window)
+        np.testing.assert_array_equal(looks[1].tops, looks[0].tops)
+    assert looks[1].num_rows == looks[0].num_rows == num_before + 1
+
+
+def test_a_glance_refuses_what_does_not_fit() -> None:
+    look = _C.Glance(np.array([0, 2]), 4, 2, 2, 4)
+    for limits in (np.ones(1), np.ones(3)):
+        with pytest.raises(ValueError, match="limits must hold 2 values"):
+            look.limits = limits
+    with pytest.raises(ValueError, match="shorter"):
+        look.look(np.ones(5))
+    with pytest.raises(ValueError, match="ascend"):
+        _C.Glance(np.array([2, 0]), 4, 2, 2, 4)
