@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("contestants", nargs="*", metavar="CONTESTANT", help=f"of {', '.join(CONTESTANTS)}")
     parser.add_argument("--model", choices=MODELS, default="minimind")
     parser.add_argument("--table", choices=TABLES, action="append", help="may be repeated; default: scanner")
-    parser.add_argument("--rounds", type=int, help="default: until bare against bare is within 0.5 %%")
+    parser.add_argument("--rounds", type=int, help="of one launch; default: until known to within 0.5 %%")
     parser.add_argument("--seconds", type=float, default=180, help="and at most so long per table")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step")
     parser.add_argument("--compile", action="store_true", help="train the model inside torch.compile")

@@ -21,12 +21,8 @@ import torch
 from torch import nn
 
 import pyscan
-from benchmarks.training.models import Training
+from benchmarks.training.models import Training, nothing
 from pyscan.budget import WINDOW
-
-
-def nothing() -> None:
-    pass
 
 
 @dataclass
@@ -216,13 +212,12 @@ class Contestant:
     attach: Callable[[Training, Path], Attached]
     records: str
     can_compile: bool = True  # it sees something of a compiled model
-    can_leave: bool = True  # nothing of it is left when it is closed, and it can attach anew
-    can_be_stopped: bool = True  # it does not act on the clock on the wall
+    is_alone: bool = False  # it changes more of its process than its model, and gets one of its own
     steps_per_turn: int = 1  # at least, so that a turn holds scanned and other steps in their proportion
 
 
-def foreign(attach: Callable[[Training, Path], Attached], records: str, *, can_leave: bool = False) -> Contestant:
-    return Contestant(attach, records, can_compile=False, can_leave=can_leave)
+def foreign(attach: Callable[[Training, Path], Attached], records: str, *, is_alone: bool = False) -> Contestant:
+    return Contestant(attach, records, can_compile=False, is_alone=is_alone)
 
 
 BLOCKS = "norms of inputs and weight gradients per 64 features, maxima, bad values"
@@ -233,19 +228,13 @@ CONTESTANTS = {
     "pyscan per tensor": Contestant(scanner(block=0), "norms of inputs and weight gradients, maxima, bad values"),
     "pyscan tokens": Contestant(scanner(tokens=True), BLOCKS + "; per token: input and gradient norm of every weight"),
     "pyscan every 10th": Contestant(scanner(every=10), BLOCKS + "; every 10th step", steps_per_turn=10),
-    "pyscan budget": Contestant(
-        scanner_budget,
-        BLOCKS + "; as often as the budget allows",
-        can_leave=False,
-        can_be_stopped=False,
-        steps_per_turn=WINDOW,
-    ),
+    "pyscan budget": Contestant(scanner_budget, BLOCKS + "; as often as the budget allows", steps_per_turn=WINDOW),
     "pyscan off": Contestant(scanner_off, "nothing: attached and paused"),
-    "plain torch": foreign(plain_torch, "norms of inputs and weight gradients, in memory", can_leave=True),
+    "plain torch": foreign(plain_torch, "norms of inputs and weight gradients, in memory"),
     "naive torch": foreign(naive_torch, "norms of inputs and weight gradients, as text"),
-    "msprobe": foreign(msprobe, "norms of inputs, outputs, their gradients, weight gradients"),
-    "nvdlfw-inspect": foreign(nvdlfw, "norms of inputs and weight gradients, 4 decimals"),
-    "wandb.watch": foreign(wandb_watch, "histograms of gradients, no activations"),
+    "msprobe": foreign(msprobe, "norms of inputs, outputs, their gradients, weight gradients", is_alone=True),
+    "nvdlfw-inspect": foreign(nvdlfw, "norms of inputs and weight gradients, 4 decimals", is_alone=True),
+    "wandb.watch": foreign(wandb_watch, "histograms of gradients, no activations", is_alone=True),
     "HF debug": foreign(hf_debug, "extremes of weights, inputs, outputs; not kept; no gradients"),
 }
 

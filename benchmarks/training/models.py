@@ -1,10 +1,14 @@
 """The models of the training-step benchmark: Qwen3 decoders with random weights, an optimizer and one batch.
 
-Receives the name of a shape and hands on a `Training`, the same weights and data every time.
+Receives a shape and hands on a `Training`, the same weights and data every time, and twins of it: other modules and
+another optimizer that work in the same memory. The learning rate is 0: weights stay as they are, gradients never fade,
+and every step of every twin must come to the same loss.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,12 +26,12 @@ class Shape(NamedTuple):
     vocabulary: int
     batch: int
     tokens: int
-    steps_per_turn: int  # some slices long
+    steps_per_turn: int  # as few as the clocks allow: a shared machine soon changes its speed
 
 
 MODELS = {
-    "tiny": Shape(64, 4, 176, 4, 2, 16, 512, 2, 64, steps_per_turn=10),
-    "small": Shape(256, 4, 704, 4, 2, 64, 2048, 2, 256, steps_per_turn=3),
+    "tiny": Shape(64, 4, 176, 4, 2, 16, 512, 2, 64, steps_per_turn=2),
+    "small": Shape(256, 4, 704, 4, 2, 64, 2048, 2, 256, steps_per_turn=1),
     "minimind": Shape(512, 8, 1408, 8, 2, 64, 6400, 1, 340, steps_per_turn=1),
     "wide": Shape(1024, 4, 2816, 16, 4, 64, 6400, 1, 256, steps_per_turn=1),
 }
@@ -43,7 +47,11 @@ class Training:
     ids: Tensor
 
 
-def make(shape: Shape, *, compiled: bool = False) -> Training:
+def nothing() -> None:
+    pass
+
+
+def make(shape: Shape) -> Training:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -53,6 +61,37 @@ def make(shape: Shape, *, compiled: bool = False) -> Training:
         vocab_size=shape.vocabulary, tie_word_embeddings=False,
     )  # fmt: skip
     network = Qwen3ForCausalLM(config).train()
-    optimizer = torch.optim.AdamW(network.parameters(), 1e-4)
     ids = torch.randint(0, shape.vocabulary, (shape.batch, shape.tokens))
-    return Training(network, torch.compile(network) if compiled else network, optimizer, ids)
+    return Training(network, network, torch.optim.AdamW(network.parameters(), 0.0), ids)
+
+
+def twin(training: Training, *, compiled: bool = False) -> Training:
+    """Modules and an optimizer of its own, weights and optimizer state of `training`, which has taken a step.
+
+    Where its memory comes to lie makes a training some per cent faster or slower for all its life: twins have that in
+    common.
+    """
+    if not training.optimizer.state:
+        raise ValueError("a training must have taken a step before it gets twins: the optimizer has no state to share")
+    network = copy.deepcopy(training.network)
+    optimizer = torch.optim.AdamW(network.parameters(), 0.0)
+    for mine, common in zip(_tensors(network), _tensors(training.network), strict=True):
+        mine.data = common.data
+    for parameter, common in zip(network.parameters(), training.network.parameters(), strict=True):
+        optimizer.state[parameter] = training.optimizer.state[common]
+    return Training(network, torch.compile(network) if compiled else network, optimizer, training.ids)
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
+
+
+def step(training: Training, *, accumulate: int = 1, after_step: Callable[[], None] = nothing) -> Tensor:
+    """The loss. `after_step` is called between the optimizer's step and zero_grad."""
+    for _ in range(accumulate):
+        loss: Tensor = training.model(input_ids=training.ids, labels=training.ids).loss
+        loss.backward()
+    training.optimizer.step()
+    after_step()
+    training.optimizer.zero_grad(set_to_none=True)
+    return loss.detach()

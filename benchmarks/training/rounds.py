@@ -1,175 +1,126 @@
-"""Contestants in rounds, each round one turn of each, until the noise is small enough.
+"""Contestants in rounds, each round one turn of each in an order drawn anew, until the noise is small enough.
 
 Receives names and hands on, for each, the ratio of its time to that of two bare contestants, which also tell the noise.
-Where its memory comes to lie makes a process faster or slower for all its life: so processes exchange their roles until
-each has played every contestant equally often. Where a contestant cannot be detached again, all processes are started
-anew some times instead.
+Contestants are twins in one process; one that changes more than its model, and every one of a compiled model, has a
+process of its own. Processes are started anew some times: each has its own luck with its memory.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.training.contestants import CONTESTANTS
 from benchmarks.training.models import MODELS
-from benchmarks.training.processes import Remote, Server, share
-from benchmarks.training.ratios import BARE, Taken, Turn, is_settled, ratios
-from pyscan.budget import WINDOW
+from benchmarks.training.ratios import BARE, Taken, is_settled, ratios
+from benchmarks.training.worker import Host
 
-SLICE_SECONDS = 0.1
-WARMUP_STEPS = 3
+WARMUP_TURNS = 3
 LAUNCHES = 4
-ROUNDS_OF_A_ROLE = 8
-CLAIM_SECONDS = 5.0
+LAUNCH_SECONDS = 30.0  # at least: starting takes some of it
 
 
 class Comparison:
     """A table's worth of contestants on one model."""
 
-    def __init__(self, server: Server, names: list[str], model: str, **task: Any) -> None:
-        chosen = [CONTESTANTS[name] for name in names]
-        self.names = [*BARE, *names]
-        self.taken: dict[str, Taken] = {name: Taken() for name in self.names}
-        self.written: dict[str, dict[str, Any]] = {}
+    def __init__(self, names: list[str], model: str, **task: Any) -> None:
+        self.taken = {name: Taken() for name in [*BARE, *names]}
+        self.written: dict[str, dict[str, float]] = {}
         self.unavailable: dict[str, str] = {}
-        self.num_steps = max(MODELS[model].steps_per_turn, *(contestant.steps_per_turn for contestant in chosen))
-        self.swaps = not task.get("compiled") and all(contestant.can_leave for contestant in chosen)
-        self._slice = SLICE_SECONDS if all(contestant.can_be_stopped for contestant in chosen) else math.inf
-        self._server = server
+        self.num_launches = 0
+        # The same for all: what a mean hides of the machine's noise depends on the number of steps.
+        self.num_steps = max(MODELS[model].steps_per_turn, *(CONTESTANTS[name].steps_per_turn for name in self.taken))
         self._task = {"model": model, **task}
         self._draw = random.Random(0)
-        self._num_started = 0
-        self._players: list[tuple[int, Remote]] = []
 
-    def rounds(self, num_rounds: int, shift: int = 0) -> None:
-        """So many rounds; with `shift`, each contestant in the process that played another one with shift - 1."""
-        players = self._cast(shift)
-        order = list(players)
-        for _ in range(num_rounds):
-            self._draw.shuffle(order)
-            answers = share({name: players[name][1] for name in order}, {"turn": self.num_steps}, self._slice)
-            for name, answer in answers.items():
-                mine = self.taken[name]
-                mine.turns.append(Turn(players[name][0], answer["wall"], answer["processor"]))
-                mine.losses += answer["losses"]
-                if math.isinf(self._slice) and answer["claimed"] is not None:
-                    mine.claimed.append(answer["claimed"])
-        for name, (_, player) in players.items():
-            self.written[name] = player.ask({"leave": None})
+    def launch(self, is_enough: Callable[[int], bool]) -> None:
+        """New processes, and rounds until so many are enough."""
+        self.num_launches += 1
+        hosts: dict[str, Host] = {}
+        try:
+            self._start(hosts)
+            num_rounds = 0
+            while not is_enough(num_rounds):
+                num_rounds += 1
+                for name in self._drawn():
+                    self.taken[name].add(hosts[name].ask("turn", name, self.num_steps))
+            self.written |= {name: hosts[name].ask("leave", name) for name in self.taken}
+        finally:
+            for host in set(hosts.values()):
+                host.close()
 
-    def claims(self) -> None:
-        """What contestants say of their own cost. By the clock on the wall: nobody stops them meanwhile."""
-        for name in [name for name in self.names if name.startswith("pyscan")]:
-            player, mine = self._players[0][1], self.taken[name]
-            player.ask({"become": name})
-            spent = 0.0
-            while spent < CLAIM_SECONDS:
-                answer = player.ask({"turn": WINDOW + 1})
-                if answer["claimed"] is None:
-                    break
-                mine.claimed.append(answer["claimed"])
-                spent += sum(answer["wall"])
-            player.ask({"leave": None})
-
-    def seconds_of_a_round(self) -> float:
-        return sum(statistics.median(sum(turn.wall) for turn in one.turns) for one in self.taken.values())
-
-    def _cast(self, shift: int) -> dict[str, tuple[int, Remote]]:
-        """Who plays whom, attached and warm."""
-        if not self.swaps or not self._players:
-            self._launch()
-        num_players = len(self._players)
-        players = {name: self._players[(place + shift) % num_players] for place, name in enumerate(self.names)}
-        for name, (_, player) in players.items():
-            if self.swaps:
-                player.ask({"become": name})
-            self.taken[name].losses += player.ask({"turn": WARMUP_STEPS})["losses"]
-        return players
-
-    def _launch(self) -> None:
-        """New processes, as many as there are contestants that can attach; each is attached unless they exchange."""
-        self._server.end_all()
-        self._players = []
-        for name in list(self.names):
-            player = self._server.start(**self._task)
+    def _start(self, hosts: dict[str, Host]) -> None:
+        """Contestants in their processes, attached and warm; those that cannot are taken off the list."""
+        order = self._drawn()
+        for name in order:
+            hosts[name] = self._host(name, hosts)
+        for name in order:
             try:
-                player.ask({"become": name})
-                if self.swaps:
-                    player.ask({"leave": None})
+                hosts[name].ask("join", name)
+                for _ in range(WARMUP_TURNS):
+                    hosts[name].ask("turn", name, self.num_steps)
             except RuntimeError as error:
-                self.names.remove(name)
+                if name in BARE:
+                    raise
                 del self.taken[name]
                 self.unavailable[name] = str(error)
-                continue
-            self._players.append((self._num_started, player))
-            self._num_started += 1
+
+    def _drawn(self) -> list[str]:
+        return self._draw.sample(list(self.taken), len(self.taken))
+
+    def _host(self, name: str, hosts: dict[str, Host]) -> Host:
+        shared = [host for other, host in hosts.items() if not self._is_alone(other)]
+        return shared[0] if shared and not self._is_alone(name) else Host(**self._task)
+
+    def _is_alone(self, name: str) -> bool:
+        return CONTESTANTS[name].is_alone or bool(self._task.get("compiled"))
 
 
 def compare(
-    names: list[str], model: str, *, rounds: int | None, seconds: float, log: Path, threads: int = 2, **options: Any
+    names: list[str], model: str, *, rounds: int | None, seconds: float, threads: int = 2, log: Path, **options: Any
 ) -> dict[str, Any]:
-    """As many rounds as asked for, or as it takes until the noise is small enough or the time is over; the result is
-    what `report.py` takes."""
-    end = time.monotonic() + seconds
-    with Server(log) as server:
-        comparison = Comparison(server, names, model, threads=threads, **options)
-        exchanged = comparison.swaps and rounds is None
-        if rounds is not None:
-            comparison.rounds(rounds)
-        elif exchanged:
-            _squares(comparison, end)
-            comparison.claims()
-        else:
-            _launches(comparison, seconds)
-    taken = comparison.taken
-    found = ratios(taken, exchanged=exchanged)
-    bare = np.concatenate([turn.wall for turn in taken["bare"].turns])
+    """One launch of as many rounds as asked for; or launches, until one leaves the noise small enough or the time is
+    over. The result is what `report.py` takes."""
+    log.write_text("")
+    comparison = Comparison(names, model, threads=threads, log=log, **options)
+    if rounds is not None:
+        comparison.launch(lambda num_rounds: num_rounds >= rounds)
+    else:
+        _launches(comparison, seconds)
+    found = ratios(comparison.taken)
     return {
         "model": model,
         "threads": threads,
         **options,
-        "rounds": len(taken["bare"].turns),
-        "exchanged": exchanged,
+        "rounds": len(comparison.taken["bare"].wall),
+        "launches": comparison.num_launches,
         "steps_per_turn": comparison.num_steps,
-        "settled": is_settled(found["bare"]),
-        "bare_ms": float(np.median(bare)) * 1e3,
+        "settled": is_settled(found),
+        "bare_ms": statistics.median(comparison.taken["bare"].wall) * 1e3,
         "unavailable": comparison.unavailable,
         "contestants": {
             name: {
                 **{clock: vars(ratio) for clock, ratio in found[name].items()},
-                "same_losses": one.losses == taken["bare"].losses,
+                "same_losses": len(one.losses | comparison.taken["bare"].losses) == 1,
                 "claimed": statistics.median(one.claimed) if one.claimed else None,
                 **comparison.written[name],
             }
-            for name, one in taken.items()
+            for name, one in comparison.taken.items()
         },
     }
 
 
-def _squares(comparison: Comparison, end: float) -> None:
-    """Latin squares of processes and contestants: each process plays each contestant for as many rounds."""
-    comparison.rounds(2)
-    num_roles = len(comparison.names)
-    fitting = (end - time.monotonic()) / comparison.seconds_of_a_round() / num_roles
-    num_rounds = max(2, min(ROUNDS_OF_A_ROLE, round(fitting)))
-    for one in comparison.taken.values():
-        one.turns.clear()
-    while True:
-        for shift in range(num_roles):
-            comparison.rounds(num_rounds, shift)
-        if is_settled(ratios(comparison.taken, exchanged=True)["bare"]) or time.monotonic() > end:
+def _launches(comparison: Comparison, seconds: float) -> None:
+    start, num_launches = time.monotonic(), max(1, min(LAUNCHES, int(seconds / LAUNCH_SECONDS)))
+    for number in range(1, num_launches + 1):
+        comparison.launch(_until(start + seconds * number / num_launches))
+        if is_settled(ratios(comparison.taken)):
             return
 
 
-def _launches(comparison: Comparison, seconds: float) -> None:
-    num_rounds = 2
-    for _ in range(LAUNCHES):
-        comparison.rounds(num_rounds)
-        num_rounds = max(2, round(seconds / LAUNCHES / comparison.seconds_of_a_round()))
+def _until(end: float) -> Callable[[int], bool]:
+    return lambda num_rounds: num_rounds > 0 and time.monotonic() > end
