@@ -122,9 +122,10 @@ void BindReduce(py::module_& m) {
   BindStepBuffer(m);
   m.attr("isa") = IsaName(ActiveIsa());
   m.attr("best_isa") = IsaName(BestIsa());
-  m.def("borrow_threads", [](uintptr_t gomp_parallel) {
+  m.def("borrow_threads", [](uintptr_t gomp_parallel, uintptr_t omp_get_thread_num) {
     ThreadPool::Instance();  // registers what a fork needs
-    ThreadPool::Borrow(reinterpret_cast<ThreadPool::ParallelFn>(gomp_parallel));
+    ThreadPool::Borrow(reinterpret_cast<ThreadPool::ParallelFn>(gomp_parallel),
+                       reinterpret_cast<ThreadPool::NumberFn>(omp_get_thread_num));
   });
   m.def("reduce_into", &ReduceInto, py::arg("address"), py::arg("dtype"), py::arg("rows"), py::arg("cols"),
         py::arg("row_stride"), py::arg("col_stride"), py::arg("sumsq").noconvert(), py::arg("absmax").noconvert(),

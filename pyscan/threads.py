@@ -20,11 +20,17 @@ def borrow() -> bool:
     if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         return False
     for library in _loaded_runtimes():
-        parallel = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
-        if parallel is not None:
-            _C.borrow_threads(ctypes.cast(parallel, ctypes.c_void_p).value or 0)
+        parallel, number = (_address(library, name) for name in ("GOMP_parallel", "omp_get_thread_num"))
+        if parallel and number:
+            _C.borrow_threads(parallel, number)
             return True
     return False
+
+
+def _address(library: str, name: str) -> int:
+    """Of a function in a library; 0 if it has none of that name."""
+    function = getattr(ctypes.CDLL(library), name, None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _loaded_runtimes() -> list[str]:

@@ -28,7 +28,7 @@ def test_borrowed_and_own_threads_give_the_same_bits(dtype: torch.dtype, two_thr
     x = torch.randn(3001, 515).to(dtype)
     results = []
     for borrowed in (True, False):
-        threads.borrow() if borrowed else _C.borrow_threads(0)
+        threads.borrow() if borrowed else _C.borrow_threads(0, 0)
         results.append(pyscan.reduce(x))
     threads.borrow()
     assert all(map(torch.equal, *results))

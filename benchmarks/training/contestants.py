@@ -240,8 +240,8 @@ CONTESTANTS = {
 
 # Few in a table, so that each gets many rounds.
 TABLES = {
-    "scanner": ["pyscan", "plain torch"],
-    "modes": ["pyscan", "pyscan per tensor", "pyscan tokens"],
+    "scanner": ["pyscan", "pyscan tokens", "plain torch"],
+    "modes": ["pyscan", "pyscan per tensor"],
     "sampling": ["pyscan every 10th", "pyscan off"],
     "budget": ["pyscan", "pyscan budget"],
     "scripts": ["pyscan", "naive torch", "HF debug"],
