@@ -16,7 +16,7 @@ from benchmarks.training import report
 
 DOCUMENT = results.ROOT / "docs" / "performance.md"
 TRAININGS = [f"training-{model}-{table}" for model in ("minimind", "tiny", "small", "wide") for table in report.TABLES]
-TRAININGS += ["training-minimind-scanner-accumulate4", "training-minimind-scanner-compiled"]
+TRAININGS += ["training-minimind-alone-accumulate4", "training-small-alone-compiled"]
 
 
 def counts() -> str:

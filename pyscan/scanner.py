@@ -234,6 +234,10 @@ class Scanner:
     @property
     def overhead(self) -> float:
         """How much longer a step takes because of the scanner, as it measures itself: 0.01 is 1 %."""
+        spent, elapsed, num_quiet = (0.0, 0.0, 0) if self._plain is None else self._plain.take_figures()
+        if num_quiet:
+            hooks = self._hook_seconds * self._forward.take_num_forwards()
+            self._budget.step(spent, elapsed, True, hooks, num_quiet)
         return self._budget.overhead
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,21 @@ def test_hooks_count_in_every_step_and_leave_less_to_scanning() -> None:
     run(alone, scan=0.019, bare=1.0, hooks=0.02)
     assert alone.every == 16, "hooks above the budget do not end the scan: it takes a tenth of what they take"
     assert alone.every < LARGEST
+
+
+def test_steps_of_which_there_is_nothing_to_say_are_in_the_scanners_own_figure(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pyscan.attach(model, tmp_path / "run.mscan", optimizer=optimizer) as scan:
+        for num_steps in range(1, 13):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            assert scan.overhead > 0
+            assert scan._budget._num_steps == num_steps
+        for _ in range(20):  # more than a window, nobody asks meanwhile
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        assert scan._budget._overhead is not None
 
 
 def test_steps_that_are_counted_together_are_as_many_steps() -> None:

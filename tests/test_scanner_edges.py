@@ -290,6 +290,35 @@ def test_a_plain_step_has_the_row_it_would_have_the_long_way(tmp_path: Any, rows
     assert (quick_run.grad(tied.name) > 0).all()
 
 
+def test_plain_steps_raise_the_alarms_they_would_raise_the_long_way(tmp_path: Any) -> None:
+    """A dead layer, a loss that is not finite with gradients of 0, a spike, then a value that is not finite."""
+
+    def alarms(name: str, *, is_plain: bool) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        nn.init.constant_(model[0].bias, -100.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with pyscan.attach(model, tmp_path / name, optimizer=optimizer) as scan:
+            if not is_plain:
+                scan._may_be_plain = lambda: False
+            for step in range(1, 60):
+                scale = {25: 0.0, 40: 1e4, 50: float("nan")}.get(step, 1.0)
+                loss = model(torch.ones(2, 8) * step).square().mean() * scale
+                scan.note(loss=loss if step != 25 else float("nan")) if step in (25, 50) else None
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert scan._is_plain == (is_plain and step > 1)
+        ours = {"attached", "execution_order", "note", "init"}
+        return [event for event in scan.events if event["kind"] not in ours]
+
+    quick, long = alarms("quick", is_plain=True), alarms("long", is_plain=False)
+    assert quick == long
+    assert {event["kind"] for event in quick} == {"dead", "no_gradient", "spike", "nonfinite"}
+    before = next(event for event in quick if event["kind"] == "nonfinite")["before"]
+    assert [row["step"] for row in before] == list(range(42, 50))
+
+
 @pytest.mark.parametrize("count", [3, 80])  # read at the end of the backward, and some at a time while it runs
 def test_small_gradients_that_change_after_they_were_read_are_read_again(count: int) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count)))

@@ -240,6 +240,7 @@ CONTESTANTS = {
 
 # Few in a table, so that each gets many rounds.
 TABLES = {
+    "alone": ["pyscan"],
     "scanner": ["pyscan", "pyscan tokens", "plain torch"],
     "modes": ["pyscan", "pyscan per tensor"],
     "sampling": ["pyscan every 10th", "pyscan off"],
