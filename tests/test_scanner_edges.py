@@ -291,32 +291,43 @@ def test_a_plain_step_has_the_row_it_would_have_the_long_way(tmp_path: Any, rows
 
 
 def test_plain_steps_raise_the_alarms_they_would_raise_the_long_way(tmp_path: Any) -> None:
-    """A dead layer, a loss that is not finite with gradients of 0, a spike, then a value that is not finite."""
+    """A dead layer, no gradient, a spike, a loss that alone is not finite, and later a gradient that is not."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dead, self.alive = nn.Linear(8, 8), nn.Linear(8, 8)
+            nn.init.constant_(self.dead.bias, -100.0)
+
+        def forward(self, x: torch.Tensor, scale: float, told: float) -> dict[str, torch.Tensor]:
+            loss = (self.alive(x) + self.dead(x).relu()).square().mean() * scale
+            return {"trained": loss, "loss": loss.detach() * told}
 
     def alarms(name: str, *, is_plain: bool) -> list[dict[str, Any]]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        nn.init.constant_(model[0].bias, -100.0)
+        model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with pyscan.attach(model, tmp_path / name, optimizer=optimizer) as scan:
             if not is_plain:
                 scan._may_be_plain = lambda: False
-            for step in range(1, 60):
-                scale = {25: 0.0, 40: 1e4, 50: float("nan")}.get(step, 1.0)
-                loss = model(torch.ones(2, 8) * step).square().mean() * scale
-                scan.note(loss=loss if step != 25 else float("nan")) if step in (25, 50) else None
-                loss.backward()
+            for step in range(1, 70):
+                scale = {25: 0.0, 40: 1e4, 65: float("nan")}.get(step, 1.0)
+                told = float("inf") if step == 45 else 1.0
+                model(torch.ones(2, 8), scale, told)["trained"].backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert scan._is_plain == (is_plain and step > 1)
-        ours = {"attached", "execution_order", "note", "init"}
-        return [event for event in scan.events if event["kind"] not in ours]
+                assert step < 4 or scan._is_plain == is_plain
+        told_once = {"attached", "execution_order", "note", "init"}
+        return [event for event in scan.events if event["kind"] not in told_once]
 
     quick, long = alarms("quick", is_plain=True), alarms("long", is_plain=False)
     assert quick == long
-    assert {event["kind"] for event in quick} == {"dead", "no_gradient", "spike", "nonfinite"}
-    before = next(event for event in quick if event["kind"] == "nonfinite")["before"]
-    assert [row["step"] for row in before] == list(range(42, 50))
+    assert {event["kind"]: event["step"] for event in reversed(quick)} == {
+        "dead": 16, "no_gradient": 25, "spike": 40, "nonfinite": 45,
+    }  # fmt: skip
+    last = quick[-1]
+    assert (last["kind"], last["step"]) == ("nonfinite", 65)
+    assert [row["step"] for row in last["before"]] == list(range(57, 65))
 
 
 @pytest.mark.parametrize("count", [3, 80])  # read at the end of the backward, and some at a time while it runs
