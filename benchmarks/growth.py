@@ -63,16 +63,18 @@ class Training:
         self.scan = pyscan.attach(self.model, path, optimizer=self.optimizer, block=case.block)
         self._count, self.scan._budget.step = self.scan._budget.step, self._step_ends  # type: ignore[method-assign]
 
-    def _step_ends(self, spent: float, elapsed: float, scanned: bool, hooks: float) -> Any:
+    def _step_ends(self, spent: float, elapsed: float, scanned: bool, hooks: float, num_steps: int) -> Any:
         self.spent.append(spent + hooks)
-        return self._count(spent, elapsed, scanned, hooks)
+        return self._count(spent, elapsed, scanned, hooks, num_steps)
 
     def step(self) -> None:
         start = time.perf_counter()
         self.model(self.x).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.rest.append(time.perf_counter() - start - self.spent[-1])
+        seconds = time.perf_counter() - start
+        assert self.scan.overhead > 0  # asked for it, the scanner counts the step
+        self.rest.append(seconds - self.spent[-1])
 
 
 def extra_seconds(cases: list[Case], rounds: int) -> list[tuple[float, float]]:
