@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pyscan
+from tests.gloo import leave
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
                 (out / "part.pt").replace(saved)
             dist.barrier()
     scan.close()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 import pyscan
+from tests.gloo import leave
 
 STEPS = 2
 VOCAB = 64
@@ -80,7 +81,7 @@ def main() -> None:
             "coverage": scan.coverage(),
         }
         (out / f"{implementation}-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import pyscan
+from tests.gloo import leave
 
 
 def train(rank: int, check: bool) -> Any:
@@ -70,7 +71,7 @@ def main(rank: int, port: int, path: str) -> None:
     """One rank of two: the same steps with and without checks in between must end in the same weights."""
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.save((train(rank, False), train(rank, True)), path)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
