@@ -19,6 +19,7 @@ pybind11::object SecondLook(RowGlance& rows, const double* cells, int64_t num_ce
 
 void BindReduce(pybind11::module_& m);
 void BindObserve(pybind11::module_& m);
+void BindForward(pybind11::module_& m);
 void BindGradients(pybind11::module_& m);
 void BindWatch(pybind11::module_& m);
 void BindTokens(pybind11::module_& m);

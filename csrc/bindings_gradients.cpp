@@ -49,14 +49,18 @@ class GradientWatch {
   // (parameter, slots, rows, cols, read_at_once); `early`: nothing changes a gradient after autograd has added to it.
   using WeightTuple = std::tuple<py::object, std::vector<int64_t>, int64_t, int64_t, bool>;
 
-  // `begins(task)` is called at the first gradient of a backward; `careful(weight, gradient, address, version)` reads
-  // one that is not plain unless it has this address and version, and returns those it has; `gone(weight)` is told that
-  // there was no gradient left at the end of a backward; `failed(error)` what went wrong.
-  GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, bool early, py::object begins,
-                py::object careful, py::object gone, py::object failed)
+  // At the first gradient of a backward `queue` is given what autograd is to call at its end, which calls `ended()` and
+  // settles it; where `ended` is None, `begins(task)` is called instead, and somebody settles it. `careful(weight,
+  // gradient, address, version)` reads one that is not plain unless it has this address and version, and returns those
+  // it has; `gone(weight)` is told that there was no gradient left at the end of a backward; `failed(error)` what went
+  // wrong.
+  GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, bool early, py::object queue,
+                py::object ended, py::object begins, py::object careful, py::object gone, py::object failed)
       : buffer_owner_(buffer),
         buffer_(buffer.cast<StepBuffer*>()),
         early_(early),
+        queue_(std::move(queue)),
+        ended_(std::move(ended)),
         begins_(std::move(begins)),
         careful_(std::move(careful)),
         gone_(std::move(gone)),
@@ -75,7 +79,7 @@ class GradientWatch {
     dirty_.clear();
     waiting_.clear();
     TakeGathered();
-    begins_ = careful_ = gone_ = failed_ = py::none();
+    queue_ = ended_ = begins_ = careful_ = gone_ = failed_ = py::none();
   }
 
   bool active = true;
@@ -88,8 +92,8 @@ class GradientWatch {
 
   int64_t num_weights() const { return int64_t(weights_.size()); }
 
-  // Autograd has added to the gradient of a weight.
-  void Accumulated(int64_t index) {
+  // Autograd has added to the gradient of a weight; `self` is this object as Python knows it.
+  void Accumulated(int64_t index, const py::object& self) {
     Weight& weight = weights_[index];
     if (++weight.num_backwards == 1) order_.push_back(index);
     weight.version = -1;  // also if the new gradient has the address and the version of an old one
@@ -97,7 +101,7 @@ class GradientWatch {
     auto dirty = dirty_.find(task);
     if (dirty == dirty_.end()) {
       dirty = dirty_.emplace(task, std::vector<int64_t>()).first;
-      begins_(task);
+      Begin(task, self);
     }
     dirty->second.push_back(index);
     if (weight.num_backwards < weight.expected) return;
@@ -119,6 +123,13 @@ class GradientWatch {
       }
       Read(Due(ended), true);
     });
+  }
+
+  // A backward is over, as autograd tells; the hooks may have been taken away meanwhile.
+  void Ended(int64_t task) {
+    if (ended_.is_none()) return;
+    ended_();
+    Settle(task);
   }
 
   // Reads what the step has not read yet; returns the weights that were read so late.
@@ -178,6 +189,8 @@ class GradientWatch {
   }
 
  private:
+  void Begin(int64_t task, const py::object& self);
+
   template <typename Work>
   void Timed(const Work& work) {
     const auto start = std::chrono::steady_clock::now();
@@ -273,7 +286,7 @@ class GradientWatch {
   const py::object buffer_owner_;
   StepBuffer* const buffer_;
   const bool early_;
-  py::object begins_, careful_, gone_, failed_;
+  py::object queue_, ended_, begins_, careful_, gone_, failed_;
   std::vector<Weight> weights_;
   // Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
   // backward inside another; one that raised never ends, and is forgotten with the step.
@@ -285,6 +298,38 @@ class GradientWatch {
   int64_t num_ends_ = 0;       // of backwards in this step
   int64_t expected_ends_ = 0;  // as many as in the step before; 0: not known
 };
+
+namespace {
+
+// What autograd calls at the end of a backward.
+struct End {
+  GradientWatch* watch;
+  int64_t task;
+  py::object owner;
+};
+
+PyObject* Ended(PyObject* self, PyObject*) {
+  const auto& end = *static_cast<End*>(PyCapsule_GetPointer(self, nullptr));
+  end.watch->Guarded([&] { end.watch->Ended(end.task); });
+  Py_RETURN_NONE;
+}
+
+PyMethodDef ended_definition = {"ended", Ended, METH_NOARGS, "Called at the end of a backward."};
+
+py::object MakeEnd(GradientWatch* watch, int64_t task, const py::object& owner) {
+  const py::capsule self(new End{watch, task, owner}, [](void* p) { delete static_cast<End*>(p); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&ended_definition, self.ptr()));
+}
+
+}  // namespace
+
+// Outside a backward (-1) there is no end to wait for: a pipeline reduces its last gradients after it.
+void GradientWatch::Begin(int64_t task, const py::object& self) {
+  if (ended_.is_none())
+    begins_(task);
+  else if (task != -1)
+    queue_(MakeEnd(this, task, self));
+}
 
 GradientWatch* GradientWatchOf(const py::object& object) { return object.cast<GradientWatch*>(); }
 
@@ -300,7 +345,7 @@ struct Hook {
 
 PyObject* Accumulated(PyObject* self, PyObject*) {
   const auto& hook = *static_cast<Hook*>(PyCapsule_GetPointer(self, nullptr));
-  if (hook.watch->active) hook.watch->Guarded([&] { hook.watch->Accumulated(hook.weight); });
+  if (hook.watch->active) hook.watch->Guarded([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
   Py_RETURN_NONE;
 }
 
@@ -319,7 +364,7 @@ py::object MakeHook(const py::object& watch, int64_t weight) {
 void BindGradients(py::module_& m) {
   py::class_<GradientWatch>(m, "GradientWatch")
       .def(py::init<py::object, const std::vector<GradientWatch::WeightTuple>&, bool, py::object, py::object,
-                    py::object, py::object>())
+                    py::object, py::object, py::object, py::object>())
       .def_readwrite("active", &GradientWatch::active)
       .def_readwrite("num_threads", &GradientWatch::num_threads)
       .def_readwrite("seconds", &GradientWatch::seconds)

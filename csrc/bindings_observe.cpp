@@ -178,36 +178,16 @@ py::object MakeSeeAlone(const py::object& hook, const std::vector<py::object>& g
   return py::reinterpret_steal<py::object>(PyCFunction_New(&see_alone_definition, self.ptr()));
 }
 
-// The number in a tensor of one, where it is at hand; None otherwise.
-py::object ValueOf(const py::object& x) {
-  TensorView view;
-  const bool is_plain = HasTorch() && ViewOf(x.ptr(), &view) && view.numel == 1;
-  PyErr_Clear();  // what has no view has no number at hand
-  if (is_plain && view.dtype == DType::kFloat32) return py::float_(*static_cast<const float*>(view.data));
-  if (is_plain && view.dtype == DType::kFloat64) return py::float_(*static_cast<const double*>(view.data));
-  return py::none();
-}
-
 void MeetMany(CaptureState& state, int64_t first, int64_t num_sites) {
   const auto known = static_cast<int64_t>(state.is_in_order.size());
   if (first < 0 || num_sites < 0 || first > known - num_sites) throw py::value_error("there is no such site");
   for (int64_t site = first; site < first + num_sites; ++site) state.Meet(site);
 }
 
-void ForgetOrder(CaptureState& state) {
-  for (const int64_t site : state.order) state.is_in_order[site] = 0;
-  state.order.clear();
-}
-
-// The first forward of a step is the one whose order counts, not a generate() before it.
-void ForwardBegins(CaptureState& state) {
-  if (std::exchange(state.is_before_forward, false)) ForgetOrder(state);
-}
-
 }  // namespace
 
 double EndStep(CaptureState& state) {
-  ForgetOrder(state);
+  state.ForgetOrder();
   state.is_before_forward = true;
   state.Forget();
   return std::exchange(state.seconds, 0.0);
@@ -231,12 +211,11 @@ void BindObserve(py::module_& m) {
       .def_readonly("direct", &CaptureState::direct)
       .def_readonly("order", &CaptureState::order)
       .def("meet", &MeetMany)
-      .def("forward_begins", &ForwardBegins)
+      .def("forward_begins", &CaptureState::ForwardBegins)
       .def("end_step", [](CaptureState& state) { return EndStep(state); })
       .def("forget", &CaptureState::Forget);
   m.def("make_observer", &MakeObserver);
   m.def("make_see_alone", &MakeSeeAlone);
-  m.def("value_of", &ValueOf);
   m.def("use_torch", &UseTorch);
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace pyscan {
@@ -31,6 +32,16 @@ struct CaptureState {
     if (is_in_order[site]) return;
     is_in_order[site] = 1;
     order.push_back(site);
+  }
+
+  void ForgetOrder() {
+    for (const int64_t site : order) is_in_order[site] = 0;
+    order.clear();
+  }
+
+  // The first forward of a step is the one whose order counts, not a generate() before it.
+  void ForwardBegins() {
+    if (std::exchange(is_before_forward, false)) ForgetOrder();
   }
 
   void Forget() {

@@ -28,7 +28,7 @@ struct ExchangeApi {
 };
 
 constexpr int32_t kDlCpu = 1;
-constexpr uint8_t kDlFloat = 2, kDlBfloat = 4;
+constexpr uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4;
 
 // Looked up once and never freed: a hook may run until the process ends.
 struct Torch {
@@ -126,6 +126,15 @@ bool IsTensor(PyObject* x) { return Py_TYPE(x) == reinterpret_cast<PyTypeObject*
 bool ViewOf(PyObject* x, TensorView* view) {
   if (!IsTensor(x)) return false;
   return torch->api != nullptr ? ViewByTable(x, view) : ViewByAttributes(x, view);
+}
+
+bool NumIntegers(PyObject* x, int64_t* number) {
+  DlTensor found;
+  if (!IsTensor(x) || torch->api == nullptr || torch->api->describe(x, &found) != 0) return false;
+  if (found.ndim < 1 || (found.code != kDlInt && found.code != kDlUint)) return false;
+  *number = 1;
+  for (int d = 0; d < found.ndim; ++d) *number *= found.shape[d];
+  return true;
 }
 
 long VersionOf(PyObject* x) { return long(Number(PyObject_GetAttr(x, torch->name_version))); }

@@ -28,6 +28,9 @@ bool IsTensor(PyObject* x);
 // False, perhaps with an error set, unless `x` is exactly a torch.Tensor in memory of the CPU, strided, of one of the
 // engine's dtypes.
 bool ViewOf(PyObject* x, TensorView* view);
+// How many integers `x` holds. False, perhaps with an error set, unless it is exactly a torch.Tensor of them with at
+// least one dimension, on whatever device.
+bool NumIntegers(PyObject* x, int64_t* number);
 // Counts the writes to a tensor; -1 with an error set if it counts none.
 long VersionOf(PyObject* x);
 bool IsGradEnabled();

@@ -100,7 +100,9 @@ def make_observer(
 def make_see_alone(
     hook: Callable[..., None], global_hooks: list[dict[int, Any]], probe: str, /
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]: ...
-def value_of(x: Any, /) -> float | None: ...
+def make_forward(
+    state: CaptureState, /
+) -> tuple[Callable[[tuple[Any, ...], dict[str, Any]], int | None], Callable[[Any], float | None]]: ...
 def use_torch(
     tensor_type: type,
     is_grad_enabled: Callable[[], bool],
@@ -120,6 +122,8 @@ class GradientWatch:
         buffer: StepBuffer,
         weights: list[tuple[Any, list[int], int, int, bool]],
         early: bool,
+        queue: Callable[[Callable[[], None]], None],
+        ended: Callable[[], None] | None,
         begins: Callable[[int], None],
         careful: Callable[[int, Any, int, int], tuple[int, int]],
         gone: Callable[[int], None],

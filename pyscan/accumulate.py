@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.autograd import Variable
 
 from pyscan import _C
 from pyscan.closing import Closing, Finished
@@ -159,14 +160,17 @@ class StepBuffer(RowCells):
         self,
         weights: list[tuple[torch.nn.Parameter, list[int], int, int, bool]],
         early: bool,
+        ended: Callable[[], None] | None,
         begins: Callable[[int], None],
         careful: Callable[[int, torch.Tensor, int, int], tuple[int, int]],
         gone: Callable[[int], None],
         failed: Callable[[Exception], None],
     ) -> _C.GradientWatch:
         """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself; `early`: nothing changes
-        a gradient after autograd has added to it."""
-        return _C.GradientWatch(self._native, weights, early, begins, careful, gone, failed)
+        a gradient after autograd has added to it. It settles each backward at its end and calls `ended`; where that is
+        None, `begins` is called at the first gradient of each, and whoever is told settles it."""
+        queue = Variable._execution_engine.queue_callback
+        return _C.GradientWatch(self._native, weights, early, queue, ended, begins, careful, gone, failed)
 
     def plain_step(
         self,

@@ -186,12 +186,14 @@ class DeviceBuffer(RowCells):
         self,
         weights: Sequence[tuple[nn.Parameter, list[int], int, int, bool]],
         early: bool,
+        ended: Callable[[], None] | None,
         begins: Callable[[int], None],
         careful: Callable[[int, Tensor, int, int], tuple[int, int]],
         gone: Callable[[int], None],
         failed: Callable[[Exception], None],
     ) -> DeviceGradientWatch:
-        """What reads gradients of (parameter, slots, rows, columns, early) when they are due."""
+        """What reads gradients of (parameter, slots, rows, columns, early) when they are due; whoever `begins` tells of
+        a backward settles it."""
         return DeviceGradientWatch(self, weights, begins, careful, gone, failed)
 
     def watch_grad(self, slots: Sequence[int], grad: Tensor) -> None:

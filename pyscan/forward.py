@@ -35,7 +35,12 @@ class ForwardWatch:
         on_batch: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
         on_end: Callable[[], None],
         on_error: Callable[[Exception], None],
+        plain: _C.CaptureState | None = None,
     ) -> None:
+        """With `plain`, beginning and end of a forward without peculiarities are told to it, and to nobody else."""
+        self._begins: Callable[[tuple[Any, ...], dict[str, Any]], int | None]
+        self._ends: Callable[[Any], float | None]
+        self._begins, self._ends = (nothing, nothing) if plain is None else _C.make_forward(plain)
         self.active = True  # losses and tokens count
         self._mask = mask
         self._on_begin = on_begin
@@ -94,7 +99,13 @@ class ForwardWatch:
         return count
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.active or not torch.is_grad_enabled():
+        if not self.active:
+            return
+        if (num_tokens := self._begins(args, kwargs)) is not None:
+            self._num_forwards += 1
+            self._num_tokens = (self._num_tokens or 0) + num_tokens
+            return
+        if not torch.is_grad_enabled():
             return
         self._num_forwards += 1
         mask = kwargs.get(self._mask) if self._mask else None
@@ -112,11 +123,15 @@ class ForwardWatch:
             self._on_batch(args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self.active or not torch.is_grad_enabled():
+        if not self.active:
+            return
+        if self.targets is not None and (number := self._ends(output)) is not None:
+            self._losses.append(number)
+            return
+        if not torch.is_grad_enabled():
             return
         loss: Any = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        value: Tensor | float | None = _C.value_of(loss)
-        if value is not None or (value := _single_value(loss)) is not None:
+        if (value := _single_value(loss)) is not None:
             self._losses.append(value)
             if self.targets is None:
                 self.targets = []

@@ -53,6 +53,7 @@ class GradientReader:
         buffer: Buffer,
         *,
         early: bool,
+        waits: bool = False,
         on_backward: Callable[[], None],
         on_error: Callable[[Exception], None],
         on_unreduced: Callable[[Site], None] = lambda site: None,
@@ -60,12 +61,13 @@ class GradientReader:
         self._buffer = buffer
         self._on_unreduced = on_unreduced
         self._early = early
-        self._waits = False  # whoever reduces the gradients does it after the backward
+        self._waits = waits  # whoever reduces the gradients does it after the backward
         self._on_backward = on_backward
         self._on_error = on_error
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
         described = [self._describe(weight) for weight in self.weights]
-        self.state = buffer.watch_gradients(described, early, self._begins, self._careful, self._gone, on_error)
+        ended = on_backward if early and not waits else None
+        self.state = buffer.watch_gradients(described, early, ended, self._begins, self._careful, self._gone, on_error)
         self._handles = [
             weight.parameter.register_post_accumulate_grad_hook(self.state.hook(index))  # type: ignore[no-untyped-call]
             for index, weight in enumerate(self.weights)
@@ -111,10 +113,6 @@ class GradientReader:
         """A pipeline has changed the gradients after its last backward: from now on they are read after that."""
         self._waits = True
         self.state.read_all()
-
-    def wait_for_step(self) -> None:
-        """Read gradients no sooner than the optimizer steps."""
-        self._waits = True
 
     def _careful(self, index: int, grad: Tensor, address: int, version: int) -> tuple[int, int]:
         """Read a gradient that is not plain, unless it is the one with this address and version."""

@@ -393,13 +393,12 @@ class Scanner:
             sites,
             self.buffer,
             early=not is_distributed(),
+            waits=wrappers.is_deepspeed(self._model),
             on_backward=self._capture.state.forget,
             on_error=self._fail,
             on_unreduced=self._is_unreduced,
         )
         self._endings.append(self._gradients.remove)
-        if wrappers.is_deepspeed(self._model):
-            self._gradients.wait_for_step()
         if is_distributed():
             self._endings.append(watch_stages(self._model, self._stage_ends, self.paused))
         self._lookout = Lookout(
@@ -417,6 +416,7 @@ class Scanner:
             on_batch=self._tokens.capture.forward_begins if self._tokens else None,
             on_end=self._capture.state.forget if self._ends_at_once() else self._forward_ends,
             on_error=self._fail,
+            plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
         # Of the model itself two, one for each lookup and gradient; a forward calls each once. An input costs no call:
@@ -429,6 +429,10 @@ class Scanner:
         self._use_threads()
         self._set_active()
         _forget_compiled_code()
+
+    def _is_forward_plain(self) -> bool:
+        """Whether nobody but the capture needs to know when a forward begins and ends."""
+        return self._ends_at_once() and self._placements is None and self.config.mask is None
 
     def _ends_at_once(self) -> bool:
         """Whether all of a forward has been read when it ends."""
