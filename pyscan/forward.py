@@ -8,6 +8,7 @@ a tensor's value: it is taken where it is at hand.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from pyscan.gradients import make_nothing, nothing
 from pyscan.graph import Graph, Target
 from pyscan.shards import is_unreduced, to_local
 
+_clock = time.perf_counter
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -53,10 +55,12 @@ class ForwardWatch:
         self._num_tokens: int | None = None
         self._masked_counts: list[Tensor] = []
         self._num_forwards = 0
+        self.seconds = 0.0  # spent in the hooks since the last `take_cost`
+        self.on_error = on_error
         self.targets: list[Target] | None = None  # the classification losses of the first forward with a loss
         self._handles = [
-            model.register_forward_pre_hook(_Hook(self._before, on_error), with_kwargs=True),
-            model.register_forward_hook(_Hook(self._after, on_error)),
+            model.register_forward_pre_hook(_Hook(self, self._before), with_kwargs=True),
+            model.register_forward_hook(_Hook(self, self._after)),
         ]
 
     def remove(self) -> None:
@@ -93,10 +97,11 @@ class ForwardWatch:
             return float(losses[0]), num_tokens
         return sum(map(float, losses)) / len(losses) if losses else None, num_tokens
 
-    def take_num_forwards(self) -> int:
-        """How many grad-enabled forwards there were since the last call."""
-        count, self._num_forwards = self._num_forwards, 0
-        return count
+    def take_cost(self) -> tuple[int, float]:
+        """How many grad-enabled forwards there were since the last call, and the seconds spent here."""
+        cost = self._num_forwards, self.seconds
+        self._num_forwards, self.seconds = 0, 0.0
+        return cost
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.active:
@@ -163,17 +168,19 @@ def _single_value(loss: Any) -> Tensor | None:
 class _Hook:
     """Calls a method of the watch; in copies of the model, nothing; while the model is compiled, nothing either."""
 
-    def __init__(self, call: Callable[..., None], on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, watch: ForwardWatch, call: Callable[..., None]) -> None:
+        self._watch = watch
         self._call = call
-        self._on_error = on_error
 
     def __call__(self, *args: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
+        start = _clock()
         try:
             self._call(*args)
         except Exception as error:
-            self._on_error(error)
+            self._watch.on_error(error)
+        self._watch.seconds += _clock() - start
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return nothing

@@ -236,8 +236,8 @@ class Scanner:
         """How much longer a step takes because of the scanner, as it measures itself: 0.01 is 1 %."""
         spent, elapsed, num_quiet = (0.0, 0.0, 0) if self._plain is None else self._plain.take_figures()
         if num_quiet:
-            hooks = self._hook_seconds * self._forward.take_num_forwards()
-            self._budget.step(spent, elapsed, True, hooks, num_quiet)
+            num_forwards, seconds = self._forward.take_cost()
+            self._budget.step(spent + seconds, elapsed, True, self._hook_seconds * num_forwards, num_quiet)
         return self._budget.overhead
 
     @property
@@ -699,9 +699,10 @@ class Scanner:
             self._follow_model()
         self._use_threads()
         self._step += 1
-        hooks = self._hook_seconds * self._forward.take_num_forwards()
+        num_forwards, seconds = self._forward.take_cost()
+        hooks = self._hook_seconds * num_forwards
         now = _clock()
-        spent += before + now - start
+        spent += before + seconds + now - start
         change = self._budget.step(spent, elapsed + now - self._row_start, was_active, hooks, num_quiet + 1)
         self._row_start = now
         if change is not None:
