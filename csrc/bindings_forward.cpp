@@ -26,8 +26,9 @@ const Forward& ForwardOf(PyObject* self) { return *static_cast<Forward*>(PyCapsu
 
 bool IsPlain() { return HasTorch() && IsGradEnabled() && GraphTask() == -1; }
 
-// What a question could not answer is asked again in forward.py, which knows whom to tell.
+// What a question could not answer is asked again in forward.py, which knows whom to tell; an interrupt is the host's.
 PyObject* LeaveIt() {
+  if (PyErr_Occurred() != nullptr && PyErr_ExceptionMatches(PyExc_Exception) == 0) return nullptr;
   PyErr_Clear();
   Py_RETURN_NONE;
 }

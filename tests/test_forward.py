@@ -108,3 +108,29 @@ def test_forwards_without_gradients_count_for_nothing() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert [(row.loss, row.tokens) for row in scan.rows] == [(2.0, 6)] * 3
+
+
+class Interrupted:
+    """What a model returns whose loss is computed when somebody asks for it, and the user presses Ctrl-C meanwhile."""
+
+    num_asked = 0
+
+    @property
+    def loss(self) -> Tensor:
+        Interrupted.num_asked += 1
+        if Interrupted.num_asked == 2:
+            raise KeyboardInterrupt
+        return torch.ones(())
+
+
+def test_an_interrupt_while_the_output_is_looked_at_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net("object")
+    monkeypatch.setattr(Interrupted, "num_asked", 0)
+    with pyscan.attach(net) as scan:
+        monkeypatch.setattr(Net, "forward", lambda self, ids: (self.head(self.embed(ids)), Interrupted())[1])
+        net(IDS)
+        with pytest.raises(KeyboardInterrupt):
+            net(IDS)
+        assert Interrupted.num_asked == 2, "asked once, not again by the careful way"
+        net(IDS)
+        assert not [event for event in scan.events if event["kind"] == "off"]
