@@ -1,8 +1,8 @@
 """What a hook costs before any of our code runs: the part of the overhead that the scanner cannot time from inside.
 
 Hands on the seconds by which the call of a module becomes longer through one hook that does nothing, measured once per
-process in some 20 milliseconds, on a module of our own. A hook is called between operators of the host, which leave the
-caches full of other things: so here something else is read before each call.
+process in 10 to 20 milliseconds, on a module of our own. A hook is called between operators of the host, which leave
+the caches full of other things: so here something else is read before each call.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from benchmarks.training.worker import Host
 
 WARMUP_TURNS = 3
 LAUNCHES = 4
-LAUNCH_SECONDS = 90.0  # at least: starting takes a third of it
+LAUNCH_SECONDS = 90.0  # at least: starting takes some of it
 
 
 class Comparison:
