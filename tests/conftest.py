@@ -1,6 +1,7 @@
 """Settings shared by all tests."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # A runner of tests in several processes says how wide its terminal is; what is written to a pipe has no such width.
 os.environ.pop("COLUMNS", None)
+
+# What a shell starts in the background ignores interrupts, and so would the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,18 @@ import pytest
 
 pytest.importorskip("atheris", reason="atheris is not installed: pip install atheris")
 HARNESS = Path(__file__).parent.parent / "fuzz" / "fuzz_reader.py"
+RUNS = ("-runs=5000", "-seed=1")
+
+
+def fuzz(harness: Path, directory: Path) -> subprocess.CompletedProcess[str]:
+    """`timeout` forks: a process starts with the peak memory of the one it was forked from, and that of a runner of
+    tests may be above libFuzzer's limit."""
+    command = ["timeout", "600", sys.executable, str(harness), *RUNS]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
 
 def test_five_thousand_mutants_are_read_or_refused(tmp_path: Path) -> None:
-    arguments = [sys.executable, str(HARNESS), "-runs=5000", "-seed=1"]
-    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    result = fuzz(HARNESS, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "Done 5000 runs" in result.stderr
     assert not list(tmp_path.glob("crash-*"))
@@ -29,12 +36,6 @@ def test_a_length_that_is_believed_too_early_would_be_found(tmp_path: Path) -> N
     code = code.replace("Path(__file__).resolve().parent.parent", f"Path({str(HARNESS.parent.parent)!r})")
     broken = tmp_path / "broken.py"
     broken.write_text(code)
-    result = subprocess.run(
-        [sys.executable, str(broken), "-runs=5000", "-seed=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    result = fuzz(broken, tmp_path)
     assert result.returncode != 0
     assert "Uncaught Python exception" in result.stdout + result.stderr
