@@ -5,6 +5,11 @@
 
 namespace pyscan {
 
+// A name as Python's own code holds it: dicts and types find it by its address.
+inline pybind11::object Name(const char* name) {
+  return pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name));
+}
+
 // What the end of a step asks of the parts, each defined with its part. The pointer is to what the object holds.
 class GradientWatch;
 GradientWatch* GradientWatchOf(const pybind11::object& object);

@@ -19,7 +19,8 @@ namespace {
 struct Forward {
   CaptureState* capture;
   py::object owner;
-  py::str name_ids{"input_ids"}, name_items{"num_items_in_batch"}, name_loss{"loss"}, name_get{"get"};
+  py::object name_ids = Name("input_ids"), name_items = Name("num_items_in_batch");
+  py::object name_loss = Name("loss"), name_get = Name("get");
 };
 
 const Forward& ForwardOf(PyObject* self) { return *static_cast<Forward*>(PyCapsule_GetPointer(self, nullptr)); }

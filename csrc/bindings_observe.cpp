@@ -13,6 +13,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -117,9 +118,10 @@ py::object MakeObserver(py::object buffer, py::object state, int64_t site, int64
 struct Alone {
   py::object hook;
   std::vector<py::object> global_hooks;  // torch's dicts of hooks on every module
-  py::str name_pre_hooks{"_forward_pre_hooks"};
-  std::vector<py::str> names_others{"_forward_hooks", "_backward_hooks", "_backward_pre_hooks"};
-  py::str name_probe, name_see{"see"};
+  py::object name_probe;
+  py::object name_pre_hooks = Name("_forward_pre_hooks");
+  py::object names_others[3] = {Name("_forward_hooks"), Name("_backward_hooks"), Name("_backward_pre_hooks")};
+  py::object name_see = Name("see"), name_forward = Name("forward"), name_call = Name("_call_impl");
 };
 
 // True if a plain call of the module would run the hook and forward, and nothing else.
@@ -127,7 +129,7 @@ bool IsAlone(const Alone& alone, PyObject* attributes) {
   if (!HasTorch()) return false;
   for (const py::object& hooks : alone.global_hooks)
     if (PyDict_GET_SIZE(hooks.ptr()) != 0) return false;
-  for (const py::str& name : alone.names_others) {
+  for (const py::object& name : alone.names_others) {
     PyObject* hooks = PyDict_GetItemWithError(attributes, name.ptr());
     if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
   }
@@ -138,44 +140,48 @@ bool IsAlone(const Alone& alone, PyObject* attributes) {
   return PyDict_Next(hooks, &position, nullptr, &hook) && hook == alone.hook.ptr() && !IsTracing();
 }
 
-// The first argument of a call; None without one.
-PyObject* FirstArgument(PyObject* args, PyObject* kwargs) {
-  if (PyTuple_GET_SIZE(args) > 0) return PyTuple_GET_ITEM(args, 0);
-  Py_ssize_t position = 0;
-  PyObject* value = Py_None;
-  PyDict_Next(kwargs, &position, nullptr, &value);
-  return value;
+// The first argument of a call; None without one. The module comes before it.
+PyObject* FirstArgument(PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
+  const bool has_any = num_args > 1 || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0);
+  return has_any ? args[1] : Py_None;
 }
 
-PyObject* SeeAlone(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+// Gives the input to the module's probe; false, perhaps with an error set, if all of the call is left to torch.
+bool SeeAlone(const Alone& alone, PyObject* module, PyObject* input) {
+  const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!attributes || !IsAlone(alone, attributes.ptr())) return false;
+  PyObject* probe = PyDict_GetItemWithError(attributes.ptr(), alone.name_probe.ptr());
+  if (probe == nullptr) return false;
+  const auto see = py::reinterpret_steal<py::object>(PyObject_GetAttr(probe, alone.name_see.ptr()));
+  return see && py::reinterpret_steal<py::object>(PyObject_CallOneArg(see.ptr(), input));
+}
+
+PyObject* CallAlone(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
   const auto& alone = *static_cast<Alone*>(PyCapsule_GetPointer(self, nullptr));
-  if (num_args != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
-    PyErr_SetString(PyExc_TypeError, "a module, its arguments and its keywords are needed");
+  if (num_args < 1) {
+    PyErr_SetString(PyExc_TypeError, "a module is needed");
     return nullptr;
   }
-  const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(args[0], nullptr));
-  if (!attributes || !IsAlone(alone, attributes.ptr())) return PyErr_Clear(), Py_NewRef(Py_False);
-  PyObject* probe = PyDict_GetItemWithError(attributes.ptr(), alone.name_probe.ptr());
-  if (probe == nullptr) return PyErr_Clear(), Py_NewRef(Py_False);
-  const auto see = py::reinterpret_steal<py::object>(PyObject_GetAttr(probe, alone.name_see.ptr()));
-  if (!see) return nullptr;
-  PyObject* seen = PyObject_CallOneArg(see.ptr(), FirstArgument(args[1], args[2]));
-  if (seen == nullptr) return nullptr;
-  Py_DECREF(seen);
-  Py_RETURN_TRUE;
+  const bool is_seen = SeeAlone(alone, args[0], FirstArgument(args, num_args, keywords));
+  if (!is_seen && PyErr_Occurred() != nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_Exception) == 0) return nullptr;  // an interrupt is the host's
+    PyErr_Clear();
+  }
+  return PyObject_VectorcallMethod((is_seen ? alone.name_forward : alone.name_call).ptr(), args, num_args, keywords);
 }
 
-PyMethodDef see_alone_definition = {
-    "see_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(SeeAlone)), METH_FASTCALL,
-    "(module, args, kwargs) -> whether forward is all that is left to call; if not, nothing was done."};
+PyMethodDef call_alone_definition = {
+    "call_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(CallAlone)),
+    METH_FASTCALL | METH_KEYWORDS,
+    "(module, *args, **kwargs): the call of a watched module. With any other hook all of it is left to torch."};
 
-py::object MakeSeeAlone(const py::object& hook, const std::vector<py::object>& global_hooks, const py::str& probe) {
+py::object MakeCallAlone(const py::object& hook, const std::vector<py::object>& global_hooks,
+                         const std::string& probe) {
   for (const py::object& hooks : global_hooks)
     if (!PyDict_Check(hooks.ptr())) throw py::type_error("global_hooks must be dicts");
-  auto* alone = new Alone{hook, global_hooks};
-  alone->name_probe = probe;
+  auto* alone = new Alone{hook, global_hooks, Name(probe.c_str())};
   const py::capsule self(alone, [](void* p) { delete static_cast<Alone*>(p); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&see_alone_definition, self.ptr()));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&call_alone_definition, self.ptr()));
 }
 
 void MeetMany(CaptureState& state, int64_t first, int64_t num_sites) {
@@ -215,7 +221,7 @@ void BindObserve(py::module_& m) {
       .def("end_step", [](CaptureState& state) { return EndStep(state); })
       .def("forget", &CaptureState::Forget);
   m.def("make_observer", &MakeObserver);
-  m.def("make_see_alone", &MakeSeeAlone);
+  m.def("make_call_alone", &MakeCallAlone);
   m.def("use_torch", &UseTorch);
 }
 

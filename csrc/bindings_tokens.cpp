@@ -77,8 +77,8 @@ struct TokenCalls {
   py::object maker;               // of a view: whose node is to be watched
   int64_t batch = -1;             // the forward that runs
   py::object shape = py::none();  // of its tokens
-  py::str name_shape{"shape"}, name_base{"_base"}, name_node{"grad_fn"}, name_number{"output_nr"},
-      name_register{"register_prehook"}, name_grad{"grad"};
+  py::object name_shape = Name("shape"), name_base = Name("_base"), name_node = Name("grad_fn");
+  py::object name_number = Name("output_nr"), name_register = Name("register_prehook"), name_grad = Name("grad");
 };
 
 // A hook on a module, after its forward.

@@ -8,9 +8,9 @@ shortcut calls it and forward, and leaves out torch's way around hooks, which ta
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from pyscan.gradients import nothing
 PROBE = "_pyscan_probe"
 # What torch calls in the place of `_call_impl`, made for modules that are compiled in place; copies do not have it.
 CALL = "_compiled_call_impl"
-_is_tracing_graph = torch.compiler.is_dynamo_compiling
 _is_compiling = torch.compiler.is_compiling
 
 _probes: dict[int, Callable[[Tensor], None]] = {}  # value of a key -> what an observed tensor is given to
@@ -76,7 +75,8 @@ def watch_input(
     _forget_copied(module._forward_pre_hooks, before_forward)
     handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
     if getattr(module, CALL, False) is None and type(module)._call_impl is nn.Module._call_impl:
-        module.__dict__[CALL] = MethodType(call_alone, module)
+        _teach_compiler()
+        module.__dict__[CALL] = functools.partial(call_alone, module)
     return _watch(module, Probe(see, see_compiled), handle)
 
 
@@ -101,7 +101,8 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     module.__dict__[PROBE].see(x)
 
 
-_see_alone = _C.make_see_alone(
+# The call of a watched module. With any other hook of the module, or of every module, all of it is left to torch.
+call_alone = _C.make_call_alone(
     before_forward,
     [
         torch_module._global_forward_pre_hooks,
@@ -113,11 +114,14 @@ _see_alone = _C.make_see_alone(
 )
 
 
-def call_alone(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The call of a watched module. With any other hook, and in a graph that is traced, all is left to torch."""
-    if _is_tracing_graph() or not _see_alone(module, args, kwargs):
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return module.forward(*args, **kwargs)
+def _call_in_graph(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _teach_compiler() -> None:
+    """In a graph that is traced all of the call is left to torch, which runs the hook."""
+    torch.compiler.substitute_in_graph(call_alone, skip_signature_check=True)(_call_in_graph)
 
 
 def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -142,7 +146,7 @@ def _watch(module: nn.Module, probe: Probe, handle: Any) -> Callable[[], None]:
         probe.close()
         if module.__dict__.get(PROBE) is probe:
             del module.__dict__[PROBE]
-        if getattr(module.__dict__.get(CALL), "__func__", None) is call_alone:
+        if getattr(module.__dict__.get(CALL), "func", None) is call_alone:
             del module.__dict__[CALL]
 
     return end
