@@ -106,7 +106,7 @@ class GradientWatch {
     dirty->second.push_back(index);
     if (weight.num_backwards < weight.expected) return;
     if (weight.read_at_once)
-      Timed([&] { Read({index}, false); });
+      Read({index}, false);
     else if (early_ && weight.num_bytes > 0)
       Gather(index);
   }
@@ -173,6 +173,14 @@ class GradientWatch {
     return std::exchange(seconds, 0.0);
   }
 
+  // Runs `work` and counts its time; no exception of it reaches autograd.
+  template <typename Work>
+  void Timed(const Work& work) {
+    const auto start = std::chrono::steady_clock::now();
+    Guarded(work);
+    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
   // Runs `work`; no exception of it reaches autograd.
   template <typename Work>
   void Guarded(const Work& work) {
@@ -191,18 +199,11 @@ class GradientWatch {
  private:
   void Begin(int64_t task, const py::object& self);
 
-  template <typename Work>
-  void Timed(const Work& work) {
-    const auto start = std::chrono::steady_clock::now();
-    Guarded(work);
-    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  }
-
   // Reads a small gradient together with those that came before it, once they are worth a call.
   void Gather(int64_t index) {
     gathered_.push_back(index);
     gathered_bytes_ += weights_[index].num_bytes;
-    if (gathered_bytes_ >= kBatchBytes) Timed([&] { Read(TakeGathered(), false); });
+    if (gathered_bytes_ >= kBatchBytes) Read(TakeGathered(), false);
   }
 
   std::vector<int64_t> TakeGathered() {
@@ -345,7 +346,7 @@ struct Hook {
 
 PyObject* Accumulated(PyObject* self, PyObject*) {
   const auto& hook = *static_cast<Hook*>(PyCapsule_GetPointer(self, nullptr));
-  if (hook.watch->active) hook.watch->Guarded([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
+  if (hook.watch->active) hook.watch->Timed([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
   Py_RETURN_NONE;
 }
 

@@ -39,6 +39,8 @@ bool IsLast(const CaptureState& state, PyObject* x, long version) {
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 struct Observer {
   StepBuffer* buffer;
   CaptureState* state;
@@ -84,12 +86,11 @@ bool Record(const Observer& observer, PyObject* x) {
   return true;
 }
 
-PyObject* See(PyObject* self, PyObject* x) {
-  const auto& observer = *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr));
-  if (!observer.state->active) Py_RETURN_NONE;
+// True if there is nothing more to do about an input; false if it needs care.
+bool IsDone(const Observer& observer, PyObject* x) {
+  if (!observer.state->active) return true;
   observer.state->Meet(observer.site);
-  if (!IsGradEnabled()) Py_RETURN_NONE;
-  const auto start = std::chrono::steady_clock::now();
+  if (!IsGradEnabled()) return true;
   bool recorded = false;
   try {
     recorded = Record(observer, x);
@@ -97,10 +98,18 @@ PyObject* See(PyObject* self, PyObject* x) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
   PyErr_Clear();  // whatever went wrong here goes wrong again in `careful`, which knows whom to tell
-  PyObject* result = recorded ? Py_NewRef(Py_None) : PyObject_CallOneArg(observer.owners[2].ptr(), x);
-  observer.state->seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return recorded;
+}
+
+// The call that brings the input began at `start`.
+PyObject* SeeSince(Clock::time_point start, PyObject* self, PyObject* x) {
+  const auto& observer = *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr));
+  PyObject* result = IsDone(observer, x) ? Py_NewRef(Py_None) : PyObject_CallOneArg(observer.owners[2].ptr(), x);
+  observer.state->seconds += std::chrono::duration<double>(Clock::now() - start).count();
   return result;
 }
+
+PyObject* See(PyObject* self, PyObject* x) { return SeeSince(Clock::now(), self, x); }
 
 PyMethodDef see_definition = {"see", See, METH_O, "Called with every tensor that is about to meet the weight."};
 
@@ -148,12 +157,18 @@ PyObject* FirstArgument(PyObject* const* args, Py_ssize_t num_args, PyObject* ke
 
 // Gives the input to the module's probe; false, perhaps with an error set, if all of the call is left to torch.
 bool SeeAlone(const Alone& alone, PyObject* module, PyObject* input) {
+  const auto start = Clock::now();
   const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes || !IsAlone(alone, attributes.ptr())) return false;
   PyObject* probe = PyDict_GetItemWithError(attributes.ptr(), alone.name_probe.ptr());
   if (probe == nullptr) return false;
   const auto see = py::reinterpret_steal<py::object>(PyObject_GetAttr(probe, alone.name_see.ptr()));
-  return see && py::reinterpret_steal<py::object>(PyObject_CallOneArg(see.ptr(), input));
+  if (!see) return false;
+  const bool is_ours = PyCFunction_CheckExact(see.ptr()) && PyCFunction_GET_FUNCTION(see.ptr()) == &See;
+  PyObject* seen =
+      is_ours ? SeeSince(start, PyCFunction_GET_SELF(see.ptr()), input) : PyObject_CallOneArg(see.ptr(), input);
+  Py_XDECREF(seen);
+  return seen != nullptr;
 }
 
 PyObject* CallAlone(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
@@ -171,8 +186,7 @@ PyObject* CallAlone(PyObject* self, PyObject* const* args, Py_ssize_t num_args, 
 }
 
 PyMethodDef call_alone_definition = {
-    "call_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(CallAlone)),
-    METH_FASTCALL | METH_KEYWORDS,
+    "call_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(CallAlone)), METH_FASTCALL | METH_KEYWORDS,
     "(module, *args, **kwargs): the call of a watched module. With any other hook all of it is left to torch."};
 
 py::object MakeCallAlone(const py::object& hook, const std::vector<py::object>& global_hooks,

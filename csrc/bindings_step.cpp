@@ -3,7 +3,6 @@
 // microseconds there, and what it brings pushes out the training's: so a step of which there is nothing to say ends
 // here.
 
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -58,8 +57,11 @@ class PlainStep {
   // to look again). The caller then ends the step, whose time is left to it.
   py::object Close(double start, double row_start, uint64_t step, std::optional<double> loss,
                    std::optional<uint64_t> tokens, std::optional<double> lr) {
-    py::array_t<double> cells(buffer_->num_cells());
-    double* const row = cells.mutable_data();
+    // Not an array: making one takes as long as all the rest.
+    auto cells = py::reinterpret_steal<py::bytearray>(
+        PyByteArray_FromStringAndSize(nullptr, buffer_->num_cells() * Py_ssize_t(sizeof(double))));
+    if (!cells) throw py::error_already_set();
+    auto* const row = reinterpret_cast<double*>(PyByteArray_AS_STRING(cells.ptr()));
     buffer_->Take(1.0, row);
     for (const auto& [to, from, count] : ties_) std::copy_n(row + from, count, row + to);
     const bool is_taken = writer_ == nullptr || Write(step, tokens, loss, lr, row);
@@ -82,8 +84,8 @@ class PlainStep {
     return HasChanged(*places_);
   }
 
-  // The newest row that was closed here and has not been taken yet: (step, cells, tokens, loss, lr); None if there is
-  // none.
+  // The newest row that was closed here and has not been taken yet: (step, the bytes of its cells, tokens, loss, lr);
+  // None if there is none.
   py::object TakeLast() { return std::exchange(last_, py::none()); }
 
   // Of the steps closed since the last call: seconds spent scanning, seconds of those of which there was nothing to

@@ -48,13 +48,14 @@ RunId ParseRunId(const std::string& bytes) {
 }
 
 std::unique_ptr<Writer> MakeWriter(const std::string& path, py::bytes schema, const LayoutArgument& layout,
-                                   py::bytes run_id, double flush_seconds, const std::string& fsync, int64_t queue_rows,
-                                   bool resume, const LayoutArgument& previous_layout) {
+                                   py::bytes run_id, double flush_seconds, const std::string& fsync,
+                                   std::optional<int64_t> queue_rows, bool resume,
+                                   const LayoutArgument& previous_layout) {
   WriterOptions options;
   options.store = {path,   std::string(schema),         ParseLayout(layout), ParseRunId(run_id), ParseSync(fsync),
                    resume, ParseLayout(previous_layout)};
   options.flush_seconds = flush_seconds;
-  options.queue_rows = static_cast<size_t>(std::max<int64_t>(0, queue_rows));
+  if (queue_rows) options.queue_rows = static_cast<size_t>(std::max<int64_t>(0, *queue_rows));
   const py::gil_scoped_release release;
   return std::make_unique<Writer>(options);
 }
@@ -176,8 +177,8 @@ void BindWriter(py::module_& m) {
 
   py::class_<Writer>(m, "Writer", "Writes one .mscan file from a thread of its own.")
       .def(py::init(&MakeWriter), py::arg("path"), py::arg("schema"), py::arg("layout"), py::arg("run_id"),
-           py::kw_only(), py::arg("flush_seconds") = 2.0, py::arg("fsync") = "close", py::arg("queue_rows") = 16,
-           py::arg("resume") = false, py::arg("previous_layout") = LayoutArgument())
+           py::kw_only(), py::arg("flush_seconds") = 2.0, py::arg("fsync") = "close",
+           py::arg("queue_rows") = py::none(), py::arg("resume") = false, py::arg("previous_layout") = LayoutArgument())
       .def("write", &Write, py::arg("step"), py::arg("time_ns"), py::arg("cells"), py::arg("tokens") = py::none(),
            py::arg("loss") = py::none(), py::arg("lr") = py::none(), py::arg("grad_scale") = py::none(),
            py::arg("total_norm") = py::none(), py::arg("flags") = 0)

@@ -23,7 +23,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kLongestWait = std::chrono::milliseconds(20);
-constexpr uint64_t kQueueBytes = uint64_t{64} << 20;    // wide rows get fewer slots, but never less than 2
+constexpr uint64_t kQueueBytes = uint64_t{64} << 20;  // wide rows get fewer slots, but never less than 2
+// Waking the writer thread takes a core away from the training: small rows wait for its tick.
+constexpr uint64_t kUsualRows = 16, kUsualBytes = uint64_t{1} << 20;
 constexpr uint64_t kMessageBytes = uint64_t{64} << 20;  // events and tokens waiting
 constexpr uint64_t kWakeBytes = uint64_t{8} << 20;      // of them, reason enough to wake the writer thread
 constexpr size_t kDroppedSteps = 1000;                  // steps a dropped_rows event names; its count is complete
@@ -67,10 +69,11 @@ std::string Payload(Message message) {
   return payload;
 }
 
-std::unique_ptr<RowQueue> MakeQueue(size_t queue_rows, const Layout& layout) {
+std::unique_ptr<RowQueue> MakeQueue(std::optional<size_t> queue_rows, const Layout& layout) {
   const uint64_t num_cells = NumCells(layout);
-  const uint64_t affordable = kQueueBytes / (num_cells * sizeof(double) + sizeof(RowRecord));
-  return std::make_unique<RowQueue>(std::max<uint64_t>(2, std::min<uint64_t>(queue_rows, affordable)), num_cells);
+  const uint64_t row_bytes = num_cells * sizeof(double) + sizeof(RowRecord);
+  const uint64_t wanted = queue_rows.value_or(std::max(kUsualRows, kUsualBytes / row_bytes));
+  return std::make_unique<RowQueue>(std::max<uint64_t>(2, std::min(wanted, kQueueBytes / row_bytes)), num_cells);
 }
 
 std::string DroppedRowsEvent(uint64_t count, const std::vector<uint64_t>& steps) {
@@ -127,7 +130,7 @@ class Writer::Core {
   bool Push(const RowRecord& record, const double* cells, uint64_t num_cells);
   void Drop(const RowRecord& record);
 
-  const size_t queue_rows_;
+  const std::optional<size_t> queue_rows_;
   const Clock::duration flush_interval_;
 
   // Held by the one caller that hands over rows, changes the schema or closes. Taken before mutex_.
@@ -386,8 +389,8 @@ Writer::Writer(const WriterOptions& options) : num_forks_(NumForks()) {
   if (!(options.flush_seconds > 0)) {
     throw std::invalid_argument("flush_seconds must be > 0, got " + std::to_string(options.flush_seconds));
   }
-  if (options.queue_rows < 2) {
-    throw std::invalid_argument("queue_rows must be >= 2, got " + std::to_string(options.queue_rows));
+  if (options.queue_rows && *options.queue_rows < 2) {
+    throw std::invalid_argument("queue_rows must be >= 2, got " + std::to_string(*options.queue_rows));
   }
   core_ = std::make_unique<Core>(options);
 }

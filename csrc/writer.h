@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,8 @@ namespace pyscan {
 struct WriterOptions {
   StoreOptions store;
   double flush_seconds = 2.0;
-  size_t queue_rows = 16;
+  // Rows that may wait. Not given: 16, or as many as fit into 1 MiB if that is more.
+  std::optional<size_t> queue_rows;
 };
 
 class Writer {

@@ -68,7 +68,8 @@ def nonfinite(
         "values": fault.num_values,
         "sites": fault.num_sites,
         "before": [
-            {"step": s, "loss": finite(lost), **sites.norms(cells, fault.site)} for s, cells, _, lost, *_ in before
+            {"step": s, "loss": finite(lost), **sites.norms(np.frombuffer(cells), fault.site)}
+            for s, cells, _, lost, *_ in before
         ],
     }
     text = explain(fault, names, loss_is_bad=loss_is_bad, after_clip=after_clip)

@@ -49,10 +49,11 @@ class Budget:
     ) -> dict[str, float] | None:
         """Count a step, or several that are alike; returns what changed about `every`, if anything.
 
-        `spent` is the time of scanning; `hooks` what the calls of hooks take, which a step that is left out has too.
+        `spent` is the time of scanning; `hooks` what the calls of hooks take, which a step that is left out has too, as
+        all that is spent in such a step.
         """
-        self._spent += spent
-        self._hooks += hooks
+        self._spent += spent if scanned else 0.0
+        self._hooks += hooks if scanned else hooks + spent
         self._elapsed += elapsed
         self._scanned += scanned * num_steps
         self._num_steps += num_steps

@@ -130,6 +130,9 @@ class Scanner:
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
         self._is_plain = False  # the next step may be closed by `_close_plain`
+        self._step_seconds = 0.0  # spent before the optimizer's steps, since they were last counted
+        # An optimizer calls two.
+        self._step_hook_seconds = 2 * len(optimizers) * hook_cost.seconds_per_call()
         self._budget = Budget(config.every, config.budget)
         self._placements = find_placements(model)
         self._inventory = self._find()
@@ -236,9 +239,17 @@ class Scanner:
         """How much longer a step takes because of the scanner, as it measures itself: 0.01 is 1 %."""
         spent, elapsed, num_quiet = (0.0, 0.0, 0) if self._plain is None else self._plain.take_figures()
         if num_quiet:
-            num_forwards, seconds = self._forward.take_cost()
-            self._budget.step(spent + seconds, elapsed, True, self._hook_seconds * num_forwards, num_quiet)
+            seconds, hooks = self._take_cost(num_quiet)
+            self._budget.step(spent + seconds, elapsed, True, hooks, num_quiet)
         return self._budget.overhead
+
+    def _take_cost(self, num_steps: int) -> tuple[float, float]:
+        """Of so many steps: the seconds that the model's own hooks and those of its optimizer have spent, and what it
+        took to call all hooks."""
+        num_forwards, seconds = self._forward.take_cost()
+        seconds += self._step_seconds
+        self._step_seconds = 0.0
+        return seconds, self._hook_seconds * num_forwards + self._step_hook_seconds * num_steps
 
     @property
     def every(self) -> int:
@@ -419,8 +430,8 @@ class Scanner:
             plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, one for each lookup and gradient; a forward calls each once. An input costs no call:
-        # the shortcut of hooks.py leaves out as much as it adds.
+        # Of the model itself two, one for each lookup and gradient; a forward calls each once. The shortcut of hooks.py,
+        # by which inputs come, is timed with what it brings.
         num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
         self._hook_seconds = num_hooks * hook_cost.seconds_per_call()
         self._state = ModelState(self._model, sites)
@@ -512,6 +523,7 @@ class Scanner:
             self._event("note", site=site.name, text=f"{site.name!r}: {reason}.")
 
     def _step_begins(self, unscaled: bool) -> None:
+        start = _clock()
         try:
             gradients = self._gradients
             if gradients.state.active and (late := gradients.state.read_rest()):
@@ -519,6 +531,7 @@ class Scanner:
                 self._late_unscaled = unscaled
         except Exception as error:
             self._fail(error)
+        self._step_seconds += _clock() - start
 
     def _step_ends(self, scaling: Scaling | None) -> None:
         try:
@@ -559,7 +572,8 @@ class Scanner:
     def _newest(self) -> tuple[Row, Buffer] | None:
         """The newest finished row, with the buffer that knows its cells."""
         if self._plain is not None and (last := self._plain.take_last()) is not None:
-            self._latest = Row(*last, None, 0), self.buffer
+            step, cells, *known = last
+            self._latest = Row(step, np.frombuffer(cells), *known, None, 0), self.buffer
         return self._latest
 
     def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:
@@ -699,8 +713,7 @@ class Scanner:
             self._follow_model()
         self._use_threads()
         self._step += 1
-        num_forwards, seconds = self._forward.take_cost()
-        hooks = self._hook_seconds * num_forwards
+        seconds, hooks = self._take_cost(num_quiet + 1)
         now = _clock()
         spent += before + seconds + now - start
         change = self._budget.step(spent, elapsed + now - self._row_start, was_active, hooks, num_quiet + 1)

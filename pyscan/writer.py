@@ -47,7 +47,7 @@ class Writer:
         resume: bool = False,
         flush_seconds: float = 2.0,
         fsync: str = "close",
-        queue_rows: int = 16,
+        queue_rows: int | None = None,
     ) -> None:
         self.path = Path(path)
         self._num_warnings = itertools.count()  # counts without a lock, which a fork could leave locked
