@@ -20,7 +20,8 @@ bool HasChanged(const ModelPlaces& places);
 class RowGlance;
 RowGlance* RowGlanceOf(const pybind11::object& object);
 // What a glance at the row has shown; None if nobody needs to look again. A loss that is not finite is a reason to.
-pybind11::object SecondLook(RowGlance& rows, const double* cells, int64_t num_cells, bool is_loss_finite);
+pybind11::object SecondLook(RowGlance& rows, const double* cells, int64_t num_cells, uint64_t step,
+                            bool is_loss_finite);
 
 void BindReduce(pybind11::module_& m);
 void BindObserve(pybind11::module_& m);

@@ -66,7 +66,7 @@ class PlainStep {
     for (const auto& [to, from, count] : ties_) std::copy_n(row + from, count, row + to);
     const bool is_taken = writer_ == nullptr || Write(step, tokens, loss, lr, row);
     py::object seen = py::none();
-    if (glance_ != nullptr) seen = SecondLook(*glance_, row, buffer_->num_cells(), !loss || std::isfinite(*loss));
+    if (glance_ != nullptr) seen = SecondLook(*glance_, row, buffer_->num_cells(), step, !loss || std::isfinite(*loss));
     last_ = py::make_tuple(step, std::move(cells), tokens, loss, lr);
     if (seen.is_none() && !pass_by_.is_none()) pass_by_(last_);
     const bool is_quiet = writer_ != nullptr && is_taken && seen.is_none() && num_quiet_ < kMostQuiet;

@@ -13,6 +13,7 @@
 
 #include "bindings.h"
 #include "glance.h"
+#include "levels.h"
 
 namespace py = pybind11;
 
@@ -21,6 +22,7 @@ namespace {
 
 using Doubles = py::array_t<double, py::array::c_style>;
 using Integers = py::array_t<int64_t, py::array::c_style>;
+using Booleans = py::array_t<bool, py::array::c_style>;
 
 void CheckSize(const char* name, int64_t size, int64_t wanted) {
   if (size != wanted)
@@ -58,30 +60,46 @@ class RowGlance {
     limits_ = std::move(limits);
   }
 
-  Glance Look(const double* cells, int64_t num_cells) {
+  Glance Look(const double* cells, int64_t num_cells, uint64_t step) {
     if (num_blocks_ + num_bad_ > num_cells) throw py::value_error("the row is shorter than its blocks and counts");
     const int64_t place = num_rows_++ % window_rows_;
+    if (place == 0) window_step_ = step;
     const WatchedRow row{cells, num_cells, starts_.data(), starts_.size(), num_blocks_, num_bad_};
     double* const sums = window_.mutable_data() + place * starts_.size();
     return GlanceAt(row, limits_.data(), sums, tops_.mutable_data(), place == 0);
   }
 
-  // Whether something is due after the row that was looked at last, whatever is in it.
-  bool IsDue() const {
-    const int64_t rows = num_rows_ % window_rows_;
-    return rows <= 1 || num_rows_ == first_rows_;
+  // Takes the window that has just ended into the bounds and the limits; false, and nothing has changed, if it is not
+  // plain.
+  bool Follow(const Doubles& reference, const Doubles& explode, Doubles& mean, Doubles& variance, Doubles& spike,
+              const Doubles& sizes, const Booleans& own, double deviations, double spike_by, double fade_by) {
+    const int64_t num_columns = starts_.size();
+    for (const Doubles* one : {&reference, &explode, &sizes, static_cast<const Doubles*>(&mean),
+                               static_cast<const Doubles*>(&variance), static_cast<const Doubles*>(&spike)})
+      CheckSize("bounds", one->size(), num_columns);
+    CheckSize("own", own.size(), num_columns);
+    const LevelWindow window{window_.data(), window_rows_, num_columns, tops_.data(), num_blocks_};
+    const LevelRules rules{sizes.data(), own.data(), deviations, spike_by, fade_by};
+    return FollowPlain(window, rules,
+                       {reference.data(), explode.data(), mean.mutable_data(), variance.mutable_data(),
+                        spike.mutable_data(), limits_.mutable_data()});
   }
+
+  // Whether something is due after the row that was looked at last, whatever is in it.
+  bool IsDue() const { return num_rows_ % window_rows_ == 0 || num_rows_ == first_rows_; }
 
   const Doubles& window() const { return window_; }
   const Doubles& tops() const { return tops_; }
   const Doubles& limits() const { return limits_; }
   int64_t num_rows() const { return num_rows_; }
+  uint64_t window_step() const { return window_step_; }
 
  private:
   const Integers starts_;
   const int64_t num_blocks_, num_bad_, window_rows_, first_rows_;
   Doubles window_, tops_, limits_;
   int64_t num_rows_ = 0;
+  uint64_t window_step_ = 0;  // of the window's first row
 };
 
 namespace {
@@ -94,8 +112,8 @@ py::tuple ToTuple(const Glance& glance) {
 
 RowGlance* RowGlanceOf(const py::object& object) { return object.cast<RowGlance*>(); }
 
-py::object SecondLook(RowGlance& rows, const double* cells, int64_t num_cells, bool is_loss_finite) {
-  const Glance glance = rows.Look(cells, num_cells);
+py::object SecondLook(RowGlance& rows, const double* cells, int64_t num_cells, uint64_t step, bool is_loss_finite) {
+  const Glance glance = rows.Look(cells, num_cells, step);
   if (is_loss_finite && IsQuiet(glance) && !rows.IsDue()) return py::none();
   return ToTuple(glance);
 }
@@ -149,8 +167,14 @@ void BindWatch(py::module_& m) {
       .def_property_readonly("tops", &RowGlance::tops)
       .def_property("limits", &RowGlance::limits, &RowGlance::SetLimits)
       .def_property_readonly("num_rows", &RowGlance::num_rows)
-      .def("look",
-           [](RowGlance& rows, const Doubles& cells) { return ToTuple(rows.Look(cells.data(), cells.size())); });
+      .def_property_readonly("window_step", &RowGlance::window_step)
+      .def("follow", &RowGlance::Follow, py::arg("reference").noconvert(), py::arg("explode").noconvert(),
+           py::arg("mean").noconvert(), py::arg("variance").noconvert(), py::arg("spike").noconvert(),
+           py::arg("sizes").noconvert(), py::arg("own").noconvert(), py::arg("deviations"), py::arg("spike_by"),
+           py::arg("fade_by"))
+      .def("look", [](RowGlance& rows, const Doubles& cells, uint64_t step) {
+        return ToTuple(rows.Look(cells.data(), cells.size(), step));
+      });
   py::class_<ModelPlaces>(m, "ModelPlaces")
       .def(py::init<const std::vector<py::dict>&, const ModelPlaces::Places&, const ModelPlaces::Places&>())
       .def("changed", &ModelPlaces::Changed);

@@ -187,7 +187,22 @@ class Glance:
     limits: NDArray[np.float64]
     @property
     def num_rows(self) -> int: ...
-    def look(self, cells: NDArray[np.float64], /) -> tuple[float, float, bool, bool]: ...
+    @property
+    def window_step(self) -> int: ...
+    def follow(
+        self,
+        reference: NDArray[np.float64],
+        explode: NDArray[np.float64],
+        mean: NDArray[np.float64],
+        variance: NDArray[np.float64],
+        spike: NDArray[np.float64],
+        sizes: NDArray[np.float64],
+        own: NDArray[np.bool_],
+        deviations: float,
+        spike_by: float,
+        fade_by: float,
+    ) -> bool: ...
+    def look(self, cells: NDArray[np.float64], step: int, /) -> tuple[float, float, bool, bool]: ...
 
 def borrow_threads(gomp_parallel: int, omp_get_thread_num: int, /) -> None: ...
 

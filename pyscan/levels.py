@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyscan.schema import SiteInfo
+
+if TYPE_CHECKING:
+    from pyscan import _C
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -94,10 +98,13 @@ class Glance:
         self.tops = np.zeros(num_blocks)  # of the window
         self.limits = np.full(len(starts), np.inf)
         self.num_rows = 0  # so far
+        self.window_step = 0  # of the window's first row
 
-    def look(self, cells: Floats, /) -> Seen:
+    def look(self, cells: Floats, step: int, /) -> Seen:
         """Look at the next row."""
         place = self.num_rows % len(self.window)
+        if place == 0:
+            self.window_step = step
         self.num_rows += 1
         blocks, sums = cells[: self._num_blocks], self.window[place]
         sums[:] = np.add.reduceat(blocks, self._starts)
@@ -131,7 +138,7 @@ class Bounds:
         shape = len(sites.sizes)
         self.reference = np.full(shape, np.nan)
         self.mean = np.full(shape, np.nan)
-        self._variance = np.full(shape, _QUIET**2)
+        self.variance = np.full(shape, _QUIET**2)
         self.explode = np.full(shape, np.inf)
         self.spike = np.full(shape, np.inf)
         self.largest_sum = np.full(shape, np.inf)  # of squares that is below both bounds
@@ -159,14 +166,22 @@ class Bounds:
         is_new = np.isnan(self.mean)
         moved = np.where(is_new, 0.0, mean - self.mean)
         self.mean = np.where(seen, np.where(is_new, mean, self.mean + _WEIGHT * moved), self.mean)
-        self._variance = np.where(
+        self.variance = np.where(
             seen,
-            np.where(is_new, spread, (1 - _WEIGHT) * self._variance + _WEIGHT * (spread + moved**2)),
-            self._variance,
+            np.where(is_new, spread, (1 - _WEIGHT) * self.variance + _WEIGHT * (spread + moved**2)),
+            self.variance,
         )
-        far = np.maximum(self._deviations * np.sqrt(np.maximum(self._variance, _QUIET**2)), self._spike_by)
+        far = np.maximum(self._deviations * np.sqrt(np.maximum(self.variance, _QUIET**2)), self._spike_by)
         self.spike = self._of_known(np.fmax(self.mean + far, self._usual(self.mean) - _FAR_BELOW))
         self.begin(window)
+
+    def follow_plain(self, glance: _C.Glance, fade_by: float) -> bool:
+        """The same for the window of a compiled glance, whose limits are set, if there is nothing to find in it. False,
+        and nothing has changed, if a level is not known or has no average yet, a block is 0, or a gradient is so far
+        (`fade_by`, negative) above the highest one."""
+        sites = self._sites
+        bounds = self.reference, self.explode, self.mean, self.variance, self.spike
+        return glance.follow(*bounds, sites.sizes, sites.own, self._deviations, self._spike_by, fade_by)
 
     def calm(self, window: Floats) -> tuple[Mask, Mask]:
         """Sites that stayed halfway below their bound in every row: (exploding, spike)."""

@@ -430,8 +430,8 @@ class Scanner:
             plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, one for each lookup and gradient; a forward calls each once. The shortcut of hooks.py,
-        # by which inputs come, is timed with what it brings.
+        # Of the model itself two, one for each lookup and gradient; a forward calls each once. The shortcut of
+        # hooks.py, by which inputs come, is timed with what it brings.
         num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
         self._hook_seconds = num_hooks * hook_cost.seconds_per_call()
         self._state = ModelState(self._model, sites)
@@ -572,8 +572,8 @@ class Scanner:
     def _newest(self) -> tuple[Row, Buffer] | None:
         """The newest finished row, with the buffer that knows its cells."""
         if self._plain is not None and (last := self._plain.take_last()) is not None:
-            step, cells, *known = last
-            self._latest = Row(step, np.frombuffer(cells), *known, None, 0), self.buffer
+            step, cells, tokens, loss, lr = last
+            self._latest = Row(step, np.frombuffer(cells), tokens, loss, lr, None, 0), self.buffer
         return self._latest
 
     def _close_row(self, scaling: Scaling | None, *, loss: float | None = None, tokens: int | None = None) -> None:

@@ -85,10 +85,10 @@ class RowWatch:
             self._sites, explode=self.limits.explode, spike=self.limits.spike, deviations=self.limits.deviations
         )
         self.glance = glance(self._sites.starts, self._sites.num_blocks, 2 * self._sites.num_all, rows, FIRST_ROWS)
-        self._window_step = 0  # of the window's first row
         # Rows that were looked at: (step, cells, tokens, loss, ...). Others may put those here that set off nothing.
         self.before: deque[tuple[Any, ...]] = deque(maxlen=self.limits.keep)
         self._exploded = 0, np.zeros(columns, bool)  # number of the last row above a bound, and what exploded in it
+        self._is_any_on = False  # of the following
         self._on = {kind: np.zeros(columns, bool) for kind in KINDS[2:]}
         self._last_on = dict.fromkeys(KINDS[:2], -rows)  # number of the row
         self._quiet_rows = dict.fromkeys(KINDS[2:], rows)  # since the alarm was last on
@@ -101,10 +101,8 @@ class RowWatch:
         sites = self._sites
         if not sites.names:
             return []
-        largest, gradient, has_bad, is_above = self.glance.look(cells) if seen is None else seen
+        largest, gradient, has_bad, is_above = self.glance.look(cells, step) if seen is None else seen
         place = (self.glance.num_rows - 1) % self.limits.patience
-        if place == 0:
-            self._window_step = step
         events = []
         # A mean over no labels is NaN with gradients of 0: that is the other alarm.
         is_bad = has_bad or (loss is not None and not math.isfinite(loss) and gradient != 0)
@@ -115,7 +113,7 @@ class RowWatch:
         if is_above:
             events += self._too_high(step, levels_of(self.glance.window[place]))
         self.before.append((step, cells, None, loss))
-        if place == self.limits.patience - 1:
+        if place == self.limits.patience - 1 and not self._is_plain():
             events += self._review(step, levels_of(self.glance.window))
         elif self.glance.num_rows == FIRST_ROWS:
             self._bounds.begin(levels_of(self.glance.window[:FIRST_ROWS]))
@@ -173,11 +171,22 @@ class RowWatch:
         new = mask & ~self._on[kind]
         self._on[kind] |= mask
         if new.any():
+            self._is_any_on = True
             new &= self._quiet_rows[kind] >= self.limits.patience
             self._quiet_rows[kind] = 0
         return new
 
     # What must last
+
+    def _is_plain(self) -> bool:
+        """Whether there is nothing to review in the window that ends; then its rows are taken in."""
+        if self._is_any_on or isinstance(self.glance, Glance):
+            return False
+        if not self._bounds.follow_plain(self.glance, 2 * math.log2(self.limits.fade)):
+            return False
+        for kind in KINDS[2:]:
+            self._quiet_rows[kind] += self.limits.patience
+        return True
 
     def _review(self, step: int, window: Floats) -> list[Event]:
         exploding, spike = self._bounds.calm(window)
@@ -187,7 +196,9 @@ class RowWatch:
             self._quiet_rows[kind] += len(window)
         self._bounds.follow(window)
         self.glance.limits = self._bounds.largest_sum
-        return self._find_faded(step, window[:, len(self._sites) :]) + self._find_dead(step)
+        events = self._find_faded(step, window[:, len(self._sites) :]) + self._find_dead(step)
+        self._is_any_on = any(on.any() for on in self._on.values())
+        return events
 
     def _find_faded(self, step: int, gradients: Floats) -> list[Event]:
         relative = highest(gradients) - self._sites.sizes[len(self._sites) :]
@@ -209,4 +220,4 @@ class RowWatch:
         self._on["dead"] &= mask
         if not (new := self._turn_on("dead", mask)).any():
             return []
-        return [alarms.dead(self._sites, step, self._window_step, new, blocks, self._orders())]
+        return [alarms.dead(self._sites, step, self.glance.window_step, new, blocks, self._orders())]

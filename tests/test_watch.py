@@ -12,7 +12,7 @@ from torch import nn
 import pyscan
 from pyscan import _C
 from pyscan.first_bad import Orders
-from pyscan.levels import Glance
+from pyscan.levels import Bounds, Glance, Sites, levels_of
 from pyscan.schema import SiteInfo
 from pyscan.watch import KINDS, RowWatch, Watch
 from tests import families
@@ -26,10 +26,13 @@ def sites() -> list[SiteInfo]:
 
 
 class Feed:
-    """Rows with levels that wander by chance, to which a test does what it wants."""
+    """Rows with levels that wander by chance, to which a test does what it wants. The rules look at them as they are
+    defined and as they are compiled, and must find the same."""
 
     def __init__(self, limits: Watch | None = None, orders: Orders | None = None) -> None:
-        self.watch = RowWatch(sites(), limits, lambda: orders or Orders())
+        self.watch, self.compiled = (
+            RowWatch(sites(), limits, lambda: orders or Orders(), kind) for kind in (Glance, _C.Glance)
+        )
         self.random = np.random.default_rng(0)
         self.step = 0
         self.events: list[dict[str, Any]] = []
@@ -51,13 +54,24 @@ class Feed:
         maxima = [norms[c].max(axis=1) for c in ("act", "grad")]
         bad = np.zeros(2 * len(NAMES))
         self.step += 1
-        found = self.watch.see(self.step, np.concatenate([*squares, *maxima, bad]), loss, flags)
+        cells = np.concatenate([*squares, *maxima, bad])
+        found = self.watch.see(self.step, cells, loss, flags)
+        assert rounded(self.compiled.see(self.step, cells, loss, flags)) == rounded(found)
         self.events += found
         return found
 
     def rows(self, count: int, change: Any = None, **options: Any) -> None:
         for _ in range(count):
             self.row(change, **options)
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to 9 digits: compiled code adds in another order."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return f"{value:.9g}" if isinstance(value, float) else value
 
 
 def at(channel: str, name: str, value: float) -> Any:
@@ -385,12 +399,67 @@ def test_the_compiled_glance_sees_what_the_definition_sees(odd: float | None, pl
     looks = [kind(starts, num_blocks, num_bad, 2, 4) for kind in (Glance, _C.Glance)]
     for look in looks:
         look.limits = np.array([30.0, 9.0, 30.0, 30.0, 9.0, 30.0])
-    for row in rows:
-        expected, actual = (np.array(look.look(row), np.float64) for look in looks)
+    for step, row in enumerate(rows):
+        expected, actual = (np.array(look.look(row, step), np.float64) for look in looks)
+        assert looks[1].window_step == looks[0].window_step == step // 2 * 2
         np.testing.assert_array_equal(actual, expected)
         np.testing.assert_array_equal(looks[1].window, looks[0].window)
         np.testing.assert_array_equal(looks[1].tops, looks[0].tops)
     assert looks[1].num_rows == looks[0].num_rows == num_before + 1
+
+
+def bounds_and_glance(num_rows: int) -> tuple[Bounds, _C.Glance, Sites]:
+    tied = SiteInfo("head.weight", "linear", (32, 64 * BLOCKS), "float32", BLOCKS, tied_to=NAMES[0])
+    found = Sites([*sites(), tied])
+    bounds = Bounds(found, explode=100.0, spike=10.0, deviations=6.0)
+    return bounds, _C.Glance(found.starts, found.num_blocks, 0, num_rows, 4), found
+
+
+def give(glance: _C.Glance, window: np.ndarray) -> None:
+    for step, sums in enumerate(window):
+        glance.look(np.repeat(sums / BLOCKS, BLOCKS), step)
+
+
+def copies(bounds: Bounds) -> list[np.ndarray]:
+    return [bounds.mean.copy(), bounds.variance.copy(), bounds.spike.copy()]
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_the_compiled_way_takes_in_a_window_as_the_definition_does(spread: float) -> None:
+    expected, *_ = bounds_and_glance(16)
+    actual, glance, found = bounds_and_glance(16)
+    random = np.random.default_rng(0)
+    for number in range(6):
+        window = np.exp2(random.normal(-20, spread, (16, len(found.sizes))))
+        window[7, number] *= 2.0**40  # above its bound
+        give(glance, window)
+        expected.follow(levels_of(glance.window))
+        if number == 0:
+            assert not actual.follow_plain(glance, -48.0), "there is no average yet"
+            actual.follow(levels_of(glance.window))
+            glance.limits = actual.largest_sum
+        else:
+            assert actual.follow_plain(glance, -48.0)
+        for one, other in zip(copies(actual), copies(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+        np.testing.assert_allclose(glance.limits, expected.largest_sum, rtol=1e-11)
+    assert np.isinf(actual.spike).tolist() == [False] * (len(found.sizes) - 1) + [True], "a tied gradient has no bound"
+
+
+@pytest.mark.parametrize("odd", [0.0, -1.0, np.nan, 2.0**-80])
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(None)])
+def test_the_compiled_way_leaves_a_window_with_something_in_it_to_the_rules(odd: float, rows: slice) -> None:
+    bounds, glance, found = bounds_and_glance(16)
+    window = np.full((16, len(found.sizes)), 0.01)
+    give(glance, window)
+    bounds.follow(levels_of(glance.window))
+    before = copies(bounds)
+    column = len(found) + 1  # a gradient
+    window[rows, column] = odd
+    give(glance, window)
+    is_plain = odd == 2.0**-80 and rows != slice(None)  # it has faded only if it is so small in every row
+    assert bounds.follow_plain(glance, -48.0) == is_plain
+    assert all(np.array_equal(*pair) for pair in zip(before, copies(bounds), strict=True)) == (not is_plain)
 
 
 def test_a_glance_refuses_what_does_not_fit() -> None:
@@ -399,6 +468,6 @@ def test_a_glance_refuses_what_does_not_fit() -> None:
         with pytest.raises(ValueError, match="limits must hold 2 values"):
             look.limits = limits
     with pytest.raises(ValueError, match="shorter"):
-        look.look(np.ones(5))
+        look.look(np.ones(5), 0)
     with pytest.raises(ValueError, match="ascend"):
         _C.Glance(np.array([2, 0]), 4, 2, 2, 4)
