@@ -9,6 +9,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Some virtual machines say that they have AMX and do not execute it: there torch dies in its first bfloat16 product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 # A runner of tests in several processes says how wide its terminal is; what is written to a pipe has no such width.
 os.environ.pop("COLUMNS", None)
 

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 import pyscan
 from pyscan.device import HostMemory
-from pyscan.hooks import call_alone
 
 PACKAGE = str(Path(pyscan.__file__).parent)
 HOST = "host"
@@ -316,11 +315,9 @@ def _has_bool_index(name: str, args: Any) -> bool:
 
 
 def _called_by_pyscan() -> bool:
-    """Not so inside a GradScaler's own step or a module's own forward, around which pyscan has put a frame."""
+    """Not so inside a GradScaler's own step, around which pyscan has put a frame."""
     frame = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith("grad_scaler.py"):
-        if frame.f_code is call_alone.__code__:
-            return False
         if frame.f_code.co_filename.startswith(PACKAGE):
             return True
         frame = frame.f_back
