@@ -86,8 +86,8 @@ bool Record(const Observer& observer, PyObject* x) {
   return true;
 }
 
-// True if there is nothing more to do about an input; false if it needs care.
-bool IsDone(const Observer& observer, PyObject* x) {
+// Records an input if it counts and is plain; false if it needs care.
+bool Take(const Observer& observer, PyObject* x) {
   if (!observer.state->active) return true;
   observer.state->Meet(observer.site);
   if (!IsGradEnabled()) return true;
@@ -104,7 +104,7 @@ bool IsDone(const Observer& observer, PyObject* x) {
 // The call that brings the input began at `start`.
 PyObject* SeeSince(Clock::time_point start, PyObject* self, PyObject* x) {
   const auto& observer = *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr));
-  PyObject* result = IsDone(observer, x) ? Py_NewRef(Py_None) : PyObject_CallOneArg(observer.owners[2].ptr(), x);
+  PyObject* result = Take(observer, x) ? Py_NewRef(Py_None) : PyObject_CallOneArg(observer.owners[2].ptr(), x);
   observer.state->seconds += std::chrono::duration<double>(Clock::now() - start).count();
   return result;
 }

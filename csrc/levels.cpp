@@ -9,14 +9,14 @@ namespace pyscan {
 namespace {
 
 // As in pyscan/levels.py.
-constexpr double kNothing = 0x1p-999;  // sums of a real level are above
+constexpr double kLowestSum = 0x1p-999;  // what is 0 or not known is not above it
 constexpr double kWeight = 0.5;
 constexpr double kQuiet = 0.5;
 constexpr double kFarBelow = 12.0;
 
 bool IsPlain(const LevelWindow& window, const LevelBounds& bounds) {
   for (int64_t i = 0; i < window.num_rows * window.num_columns; ++i)
-    if (!(window.sums[i] > kNothing)) return false;
+    if (!(window.sums[i] > kLowestSum)) return false;
   for (int64_t b = 0; b < window.num_blocks; ++b)
     if (window.tops[b] == 0) return false;
   for (int64_t c = 0; c < window.num_columns; ++c)

@@ -177,8 +177,8 @@ class Bounds:
 
     def follow_plain(self, glance: _C.Glance, fade_by: float) -> bool:
         """The same for the window of a compiled glance, whose limits are set, if there is nothing to find in it. False,
-        and nothing has changed, if a level is not known or has no average yet, a block is 0, or a gradient is so far
-        (`fade_by`, negative) above the highest one."""
+        and nothing has changed, if a level is not known or has no average yet, a block is 0, or a gradient is below the
+        highest one by more than `fade_by`, which is negative."""
         sites = self._sites
         bounds = self.reference, self.explode, self.mean, self.variance, self.spike
         return glance.follow(*bounds, sites.sizes, sites.own, self._deviations, self._spike_by, fade_by)

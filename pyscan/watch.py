@@ -113,7 +113,7 @@ class RowWatch:
         if is_above:
             events += self._too_high(step, levels_of(self.glance.window[place]))
         self.before.append((step, cells, None, loss))
-        if place == self.limits.patience - 1 and not self._is_plain():
+        if place == self.limits.patience - 1 and not self._takes_in():
             events += self._review(step, levels_of(self.glance.window))
         elif self.glance.num_rows == FIRST_ROWS:
             self._bounds.begin(levels_of(self.glance.window[:FIRST_ROWS]))
@@ -178,8 +178,8 @@ class RowWatch:
 
     # What must last
 
-    def _is_plain(self) -> bool:
-        """Whether there is nothing to review in the window that ends; then its rows are taken in."""
+    def _takes_in(self) -> bool:
+        """Take in the window that ends, if there is nothing to review in it; False: nothing was done."""
         if self._is_any_on or isinstance(self.glance, Glance):
             return False
         if not self._bounds.follow_plain(self.glance, 2 * math.log2(self.limits.fade)):
