@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("compiler") = "C++ compiler " __VERSION__;
   pyscan::BindReduce(m);
   pyscan::BindObserve(m);
+  pyscan::BindCall(m);
   pyscan::BindForward(m);
   pyscan::BindGradients(m);
   pyscan::BindWatch(m);

@@ -16,6 +16,7 @@
 
 #include "bindings.h"
 #include "bindings_tensor.h"
+#include "bindings_usual.h"
 #include "step_buffer.h"
 
 namespace py = pybind11;
@@ -52,10 +53,12 @@ class GradientWatch {
   // At the first gradient of a backward `queue` is given what autograd is to call at its end, which calls `ended()` and
   // settles it; where `ended` is None, `begins(task)` is called instead, and somebody settles it. `careful(weight,
   // gradient, address, version)` reads one that is not plain unless it has this address and version, and returns those
-  // it has; `gone(weight)` is told that there was no gradient left at the end of a backward; `failed(error)` what went
-  // wrong.
+  // it has; `gone(weight)` is told that there was no gradient left at the end of a backward; `need(weights)` that from
+  // now on only the hooks of these weights are needed, of all if there are none; `missed()` that gradients may have
+  // been missed; `failed(error)` what went wrong.
   GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, bool early, py::object queue,
-                py::object ended, py::object begins, py::object careful, py::object gone, py::object failed)
+                py::object ended, py::object begins, py::object careful, py::object gone, py::object need,
+                py::object missed, py::object failed)
       : buffer_owner_(buffer),
         buffer_(buffer.cast<StepBuffer*>()),
         early_(early),
@@ -64,11 +67,12 @@ class GradientWatch {
         begins_(std::move(begins)),
         careful_(std::move(careful)),
         gone_(std::move(gone)),
-        failed_(std::move(failed)) {
+        need_(std::move(need)),
+        missed_(std::move(missed)),
+        failed_(std::move(failed)),
+        usual_(Parameters(weights), early && !ended_.is_none() && AreReadTogether(weights)) {
     for (const auto& [parameter, slots, rows, cols, read_at_once] : weights) {
-      // As in most trainings; where a gradient has another type, batches are only larger or smaller.
-      const int64_t num_bytes = slots.empty() ? 0 : rows * cols * int64_t(sizeof(float));
-      weights_.push_back({parameter, slots, rows, cols, read_at_once, num_bytes});
+      weights_.push_back({parameter, slots, rows, cols, read_at_once, NumBytes(slots, rows, cols)});
     }
   }
 
@@ -78,8 +82,9 @@ class GradientWatch {
     weights_.clear();
     dirty_.clear();
     waiting_.clear();
+    usual_.Clear();
     TakeGathered();
-    queue_ = ended_ = begins_ = careful_ = gone_ = failed_ = py::none();
+    queue_ = ended_ = begins_ = careful_ = gone_ = need_ = missed_ = failed_ = py::none();
   }
 
   bool active = true;
@@ -94,22 +99,25 @@ class GradientWatch {
 
   // Autograd has added to the gradient of a weight; `self` is this object as Python knows it.
   void Accumulated(int64_t index, const py::object& self) {
-    Weight& weight = weights_[index];
-    if (++weight.num_backwards == 1) order_.push_back(index);
-    weight.version = -1;  // also if the new gradient has the address and the version of an old one
     const int64_t task = GraphTask();
     auto dirty = dirty_.find(task);
     if (dirty == dirty_.end()) {
       dirty = dirty_.emplace(task, std::vector<int64_t>()).first;
       Begin(task, self);
+      usual_.Begins(index);
     }
     dirty->second.push_back(index);
+    if (usual_.are_few()) return;  // the end of the backward counts it with the others
+    const Weight& weight = Count(index);
     if (weight.num_backwards < weight.expected) return;
     if (weight.read_at_once)
       Read({index}, false);
     else if (early_ && weight.num_bytes > 0)
       Gather(index);
   }
+
+  // The same in a step that is not scanned.
+  void Skip() { usual_.Skip(); }
 
   // A backward is over, and so is whatever else changes its gradients: read what is due and not read, or changed since.
   void Settle(int64_t task) {
@@ -121,6 +129,10 @@ class GradientWatch {
         ended = std::move(dirty->second);
         dirty_.erase(dirty);
       }
+      const bool are_counted = !usual_.are_few();
+      ended = usual_.Ends(std::move(ended));
+      if (!are_counted)
+        for (const int64_t i : ended) Count(i);
       Read(Due(ended), true);
     });
   }
@@ -134,6 +146,7 @@ class GradientWatch {
 
   // Reads what the step has not read yet; returns the weights that were read so late.
   std::vector<int64_t> ReadRest() {
+    usual_.StepBegins();
     std::vector<int64_t> late;
     for (int64_t i = 0; i < num_weights(); ++i)
       if (weights_[i].version < 0 && weights_[i].num_backwards > 0 && !Gradient(weights_[i]).is_none())
@@ -147,10 +160,8 @@ class GradientWatch {
     Timed([&] {
       std::vector<int64_t> there;
       for (int64_t i = 0; i < num_weights(); ++i) {
-        Weight& weight = weights_[i];
-        if (Gradient(weight).is_none()) continue;
-        if (++weight.num_backwards == 1) order_.push_back(i);
-        weight.version = -1;
+        if (Gradient(weights_[i]).is_none()) continue;
+        Count(i);
         there.push_back(i);
       }
       Read(there, false);
@@ -159,6 +170,7 @@ class GradientWatch {
 
   // The row is closed: what was counted is what to expect. Returns the seconds spent in the step that ended.
   double NextStep() {
+    Guarded([&] { ChooseHooks(); });
     order_.clear();
     dirty_.clear();
     waiting_.clear();
@@ -197,7 +209,42 @@ class GradientWatch {
   }
 
  private:
+  // As in most trainings; where a gradient has another type, batches are only larger or smaller.
+  static int64_t NumBytes(const std::vector<int64_t>& slots, int64_t rows, int64_t cols) {
+    return slots.empty() ? 0 : rows * cols * int64_t(sizeof(float));
+  }
+
+  static std::vector<py::object> Parameters(const std::vector<WeightTuple>& weights) {
+    std::vector<py::object> parameters;
+    for (const WeightTuple& weight : weights) parameters.push_back(std::get<0>(weight));
+    return parameters;
+  }
+
+  // Whether the gradients are so small that all are read at the end of the backward, and plain.
+  static bool AreReadTogether(const std::vector<WeightTuple>& weights) {
+    int64_t bytes = 0;
+    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights) {
+      if (slots.empty() || read_at_once) return false;
+      bytes += NumBytes(slots, rows, cols);
+    }
+    return bytes < kBatchBytes;
+  }
+
   void Begin(int64_t task, const py::object& self);
+
+  // Autograd has added to the gradient of a weight.
+  const Weight& Count(int64_t index) {
+    Weight& weight = weights_[index];
+    if (++weight.num_backwards == 1) order_.push_back(index);
+    weight.version = -1;  // also if the new gradient has the address and the version of an old one
+    return weight;
+  }
+
+  void ChooseHooks() {
+    const auto change = usual_.StepEnds(!dirty_.empty(), active && num_ends_ == 0);
+    if (change.is_any) need_(change.weights);
+    if (change.may_have_missed) missed_();
+  }
 
   // Reads a small gradient together with those that came before it, once they are worth a call.
   void Gather(int64_t index) {
@@ -211,12 +258,7 @@ class GradientWatch {
     return std::exchange(gathered_, {});
   }
 
-  static py::object Gradient(const Weight& weight) {
-    static PyObject* const name = PyUnicode_InternFromString("grad");
-    PyObject* grad = PyObject_GetAttr(weight.parameter.ptr(), name);
-    if (grad == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(grad);
-  }
+  static py::object Gradient(const Weight& weight) { return GradientOf(weight.parameter); }
 
   // Of the weights of a backward that ended, those that wait for no other in this step. Not every weight takes part in
   // every backward (experts, heads of several tasks): after the last backward none waits any longer.
@@ -265,7 +307,8 @@ class GradientWatch {
         continue;
       }
       const auto address = reinterpret_cast<uintptr_t>(view.data);
-      const long version = VersionOf(grad.ptr());
+      // Nobody compares with what is read first at the end: until autograd adds again it is not read again.
+      const long version = at_end && weight.version < 0 ? 0 : VersionOf(grad.ptr());
       if (version >= 0 && weight.version == version && weight.address == address) continue;
       weight.address = address;
       weight.version = version;
@@ -287,8 +330,9 @@ class GradientWatch {
   const py::object buffer_owner_;
   StepBuffer* const buffer_;
   const bool early_;
-  py::object queue_, ended_, begins_, careful_, gone_, failed_;
+  py::object queue_, ended_, begins_, careful_, gone_, need_, missed_, failed_;
   std::vector<Weight> weights_;
+  UsualBackwards usual_;
   // Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
   // backward inside another; one that raised never ends, and is forgotten with the step.
   std::map<int64_t, std::vector<int64_t>> dirty_;
@@ -346,7 +390,10 @@ struct Hook {
 
 PyObject* Accumulated(PyObject* self, PyObject*) {
   const auto& hook = *static_cast<Hook*>(PyCapsule_GetPointer(self, nullptr));
-  if (hook.watch->active) hook.watch->Timed([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
+  if (hook.watch->active)
+    hook.watch->Timed([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
+  else
+    hook.watch->Skip();
   Py_RETURN_NONE;
 }
 
@@ -365,8 +412,11 @@ py::object MakeHook(const py::object& watch, int64_t weight) {
 void BindGradients(py::module_& m) {
   py::class_<GradientWatch>(m, "GradientWatch")
       .def(py::init<py::object, const std::vector<GradientWatch::WeightTuple>&, bool, py::object, py::object,
-                    py::object, py::object, py::object, py::object>())
+                    py::object, py::object, py::object, py::object, py::object, py::object>())
       .def_readwrite("active", &GradientWatch::active)
+      .def_property_static(
+          "num_alike", [](const py::object&) { return UsualBackwards::num_alike; },
+          [](const py::object&, int64_t number) { UsualBackwards::num_alike = number; })
       .def_readwrite("num_threads", &GradientWatch::num_threads)
       .def_readwrite("seconds", &GradientWatch::seconds)
       .def_readonly("num_reads", &GradientWatch::num_reads)

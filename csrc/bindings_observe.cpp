@@ -1,7 +1,6 @@
 // The quick way of an input from a hook to its slot. pyscan/capture.py says which inputs count; this is that decision
 // for the plain case (an ordinary contiguous tensor, outside a backward, no mask), without a Python frame. Whatever is
-// not plain goes back to capture.py. In front of it the shortcut of hooks.py to a module's forward. All of it runs
-// under the GIL, which guards the state.
+// not plain goes back to capture.py. All of it runs under the GIL, which guards the state.
 
 #include "bindings_observe.h"
 
@@ -37,10 +36,6 @@ bool IsLast(const CaptureState& state, PyObject* x, long version) {
   return state.last.ptr() == x && state.last_version == version && state.last_thread == std::this_thread::get_id();
 }
 
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
 struct Observer {
   StepBuffer* buffer;
   CaptureState* state;
@@ -48,6 +43,8 @@ struct Observer {
   int64_t num_features;
   py::object owners[3];  // of buffer and state; and `careful`, the way for everything that is not plain
 };
+
+namespace {
 
 // True if the input was recorded; false, perhaps with an error set, if it needs care.
 bool Record(const Observer& observer, PyObject* x) {
@@ -101,15 +98,19 @@ bool Take(const Observer& observer, PyObject* x) {
   return recorded;
 }
 
-// The call that brings the input began at `start`.
-PyObject* SeeSince(Clock::time_point start, PyObject* self, PyObject* x) {
-  const auto& observer = *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr));
+}  // namespace
+
+PyObject* SeeSince(Clock::time_point start, const Observer& observer, PyObject* x) {
   PyObject* result = Take(observer, x) ? Py_NewRef(Py_None) : PyObject_CallOneArg(observer.owners[2].ptr(), x);
   observer.state->seconds += std::chrono::duration<double>(Clock::now() - start).count();
   return result;
 }
 
-PyObject* See(PyObject* self, PyObject* x) { return SeeSince(Clock::now(), self, x); }
+namespace {
+
+PyObject* See(PyObject* self, PyObject* x) {
+  return SeeSince(Clock::now(), *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr)), x);
+}
 
 PyMethodDef see_definition = {"see", See, METH_O, "Called with every tensor that is about to meet the weight."};
 
@@ -123,81 +124,6 @@ py::object MakeObserver(py::object buffer, py::object state, int64_t site, int64
   return py::reinterpret_steal<py::object>(PyCFunction_New(&see_definition, self.ptr()));
 }
 
-// The call of a module whose only hook is one of ours: torch's way around hooks takes longer than the hook itself.
-struct Alone {
-  py::object hook;
-  std::vector<py::object> global_hooks;  // torch's dicts of hooks on every module
-  py::object name_probe;
-  py::object name_pre_hooks = Name("_forward_pre_hooks");
-  py::object names_others[3] = {Name("_forward_hooks"), Name("_backward_hooks"), Name("_backward_pre_hooks")};
-  py::object name_see = Name("see"), name_forward = Name("forward"), name_call = Name("_call_impl");
-};
-
-// True if a plain call of the module would run the hook and forward, and nothing else.
-bool IsAlone(const Alone& alone, PyObject* attributes) {
-  if (!HasTorch()) return false;
-  for (const py::object& hooks : alone.global_hooks)
-    if (PyDict_GET_SIZE(hooks.ptr()) != 0) return false;
-  for (const py::object& name : alone.names_others) {
-    PyObject* hooks = PyDict_GetItemWithError(attributes, name.ptr());
-    if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 0) return false;
-  }
-  PyObject* hooks = PyDict_GetItemWithError(attributes, alone.name_pre_hooks.ptr());
-  if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) != 1) return false;
-  Py_ssize_t position = 0;
-  PyObject* hook = nullptr;
-  return PyDict_Next(hooks, &position, nullptr, &hook) && hook == alone.hook.ptr() && !IsTracing();
-}
-
-// The first argument of a call; None without one. The module comes before it.
-PyObject* FirstArgument(PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
-  const bool has_any = num_args > 1 || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0);
-  return has_any ? args[1] : Py_None;
-}
-
-// Gives the input to the module's probe; false, perhaps with an error set, if all of the call is left to torch.
-bool SeeAlone(const Alone& alone, PyObject* module, PyObject* input) {
-  const auto start = Clock::now();
-  const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
-  if (!attributes || !IsAlone(alone, attributes.ptr())) return false;
-  PyObject* probe = PyDict_GetItemWithError(attributes.ptr(), alone.name_probe.ptr());
-  if (probe == nullptr) return false;
-  const auto see = py::reinterpret_steal<py::object>(PyObject_GetAttr(probe, alone.name_see.ptr()));
-  if (!see) return false;
-  const bool is_ours = PyCFunction_CheckExact(see.ptr()) && PyCFunction_GET_FUNCTION(see.ptr()) == &See;
-  PyObject* seen =
-      is_ours ? SeeSince(start, PyCFunction_GET_SELF(see.ptr()), input) : PyObject_CallOneArg(see.ptr(), input);
-  Py_XDECREF(seen);
-  return seen != nullptr;
-}
-
-PyObject* CallAlone(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* keywords) {
-  const auto& alone = *static_cast<Alone*>(PyCapsule_GetPointer(self, nullptr));
-  if (num_args < 1) {
-    PyErr_SetString(PyExc_TypeError, "a module is needed");
-    return nullptr;
-  }
-  const bool is_seen = SeeAlone(alone, args[0], FirstArgument(args, num_args, keywords));
-  if (!is_seen && PyErr_Occurred() != nullptr) {
-    if (PyErr_ExceptionMatches(PyExc_Exception) == 0) return nullptr;  // an interrupt is the host's
-    PyErr_Clear();
-  }
-  return PyObject_VectorcallMethod((is_seen ? alone.name_forward : alone.name_call).ptr(), args, num_args, keywords);
-}
-
-PyMethodDef call_alone_definition = {
-    "call_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(CallAlone)), METH_FASTCALL | METH_KEYWORDS,
-    "(module, *args, **kwargs): the call of a watched module. With any other hook all of it is left to torch."};
-
-py::object MakeCallAlone(const py::object& hook, const std::vector<py::object>& global_hooks,
-                         const std::string& probe) {
-  for (const py::object& hooks : global_hooks)
-    if (!PyDict_Check(hooks.ptr())) throw py::type_error("global_hooks must be dicts");
-  auto* alone = new Alone{hook, global_hooks, Name(probe.c_str())};
-  const py::capsule self(alone, [](void* p) { delete static_cast<Alone*>(p); });
-  return py::reinterpret_steal<py::object>(PyCFunction_New(&call_alone_definition, self.ptr()));
-}
-
 void MeetMany(CaptureState& state, int64_t first, int64_t num_sites) {
   const auto known = static_cast<int64_t>(state.is_in_order.size());
   if (first < 0 || num_sites < 0 || first > known - num_sites) throw py::value_error("there is no such site");
@@ -205,6 +131,11 @@ void MeetMany(CaptureState& state, int64_t first, int64_t num_sites) {
 }
 
 }  // namespace
+
+const Observer* ObserverOf(PyObject* see) {
+  if (!PyCFunction_CheckExact(see) || PyCFunction_GET_FUNCTION(see) != &See) return nullptr;
+  return static_cast<Observer*>(PyCapsule_GetPointer(PyCFunction_GET_SELF(see), nullptr));
+}
 
 double EndStep(CaptureState& state) {
   state.ForgetOrder();
@@ -235,8 +166,8 @@ void BindObserve(py::module_& m) {
       .def("end_step", [](CaptureState& state) { return EndStep(state); })
       .def("forget", &CaptureState::Forget);
   m.def("make_observer", &MakeObserver);
-  m.def("make_call_alone", &MakeCallAlone);
   m.def("use_torch", &UseTorch);
+  m.def("torch_state", [] { return py::make_tuple(IsGradEnabled(), GraphTask(), IsTracing()); });
 }
 
 }  // namespace pyscan

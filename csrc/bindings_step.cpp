@@ -115,7 +115,7 @@ class PlainStep {
   StepBuffer* const buffer_;
   CaptureState* const capture_;
   GradientWatch* const gradients_;
-  const ModelPlaces* const places_;
+  ModelPlaces* const places_;
   Writer* const writer_;
   RowGlance* const glance_;
   const py::object pass_by_;

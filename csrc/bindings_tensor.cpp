@@ -1,5 +1,7 @@
 #include "bindings_tensor.h"
 
+#include <dlfcn.h>
+
 #include <string>
 
 namespace py = pybind11;
@@ -30,6 +32,28 @@ struct ExchangeApi {
 constexpr int32_t kDlCpu = 1;
 constexpr uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4;
 
+// Functions that torch's libraries export, by the names of C++. They answer what is asked at every site in a few
+// instructions, where a call through Python takes hundreds. A library that exports no such name, or is not there by
+// this name, gives nullptr.
+template <typename Function>
+Function Exported(const char* library, const char* name) {
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) return nullptr;
+  void* found = dlsym(handle, name);
+  dlclose(handle);  // which leaves it loaded: torch holds it
+  return reinterpret_cast<Function>(found);
+}
+
+struct Native {
+  // bool c10::GradMode::is_enabled()
+  bool (*is_grad_enabled)() = Exported<bool (*)()>("libc10.so", "_ZN3c108GradMode10is_enabledEv");
+  // int torch::autograd::get_current_graph_task_id()
+  int (*graph_task_id)() = Exported<int (*)()>("libtorch_cpu.so", "_ZN5torch8autograd25get_current_graph_task_idEv");
+  // const std::shared_ptr<TracingState>& torch::jit::tracer::getTracingState(); a shared_ptr begins with its pointer
+  void* const* (*tracing_state)() = Exported<void* const* (*)()>("libtorch_cpu.so",
+                                                                 "_ZN5torch3jit6tracer15getTracingStateEv");
+};
+
 // Looked up once and never freed: a hook may run until the process ends.
 struct Torch {
   PyObject* tensor_type;
@@ -38,6 +62,7 @@ struct Torch {
   PyObject* tracing_state;
   PyObject* dtypes[4];  // in the order of DType
   const ExchangeApi* api;
+  Native native;
   PyObject* name_dtype = PyUnicode_InternFromString("dtype");
   PyObject* name_version = PyUnicode_InternFromString("_version");
   PyObject* name_is_cpu = PyUnicode_InternFromString("is_cpu");
@@ -102,7 +127,7 @@ bool ViewByAttributes(PyObject* x, TensorView* view) {
 }  // namespace
 
 void UseTorch(py::object tensor_type, py::object is_grad_enabled, py::object graph_task_id, py::object tracing_state,
-              const py::tuple& dtypes, py::object exchange_api) {
+              const py::tuple& dtypes, py::object exchange_api, bool is_native) {
   if (dtypes.size() != 4) throw py::value_error("dtypes must be 4, in the order of their codes");
   const auto* api = exchange_api.is_none()
                         ? nullptr
@@ -114,7 +139,8 @@ void UseTorch(py::object tensor_type, py::object is_grad_enabled, py::object gra
                           graph_task_id.release().ptr(),
                           tracing_state.release().ptr(),
                           {},
-                          api};
+                          api,
+                          is_native ? Native() : Native{nullptr, nullptr, nullptr}};
   for (int code = 0; code < 4; ++code) found->dtypes[code] = py::object(dtypes[code]).release().ptr();
   torch = found;
 }
@@ -137,12 +163,28 @@ bool NumIntegers(PyObject* x, int64_t* number) {
   return true;
 }
 
+py::object GradientOf(const py::object& parameter) {
+  static PyObject* const name = PyUnicode_InternFromString("grad");
+  PyObject* grad = PyObject_GetAttr(parameter.ptr(), name);
+  if (grad == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(grad);
+}
+
 long VersionOf(PyObject* x) { return long(Number(PyObject_GetAttr(x, torch->name_version))); }
 
-bool IsGradEnabled() { return Is(PyObject_CallNoArgs(torch->is_grad_enabled), Py_True); }
+bool IsGradEnabled() {
+  if (torch->native.is_grad_enabled != nullptr) return torch->native.is_grad_enabled();
+  return Is(PyObject_CallNoArgs(torch->is_grad_enabled), Py_True);
+}
 
-bool IsTracing() { return !Is(PyObject_CallNoArgs(torch->tracing_state), Py_None); }
+bool IsTracing() {
+  if (torch->native.tracing_state != nullptr) return *torch->native.tracing_state() != nullptr;
+  return !Is(PyObject_CallNoArgs(torch->tracing_state), Py_None);
+}
 
-int64_t GraphTask() { return Number(PyObject_CallNoArgs(torch->graph_task_id)); }
+int64_t GraphTask() {
+  if (torch->native.graph_task_id != nullptr) return torch->native.graph_task_id();
+  return Number(PyObject_CallNoArgs(torch->graph_task_id));
+}
 
 }  // namespace pyscan

@@ -18,9 +18,11 @@ struct TensorView {
 };
 
 // Tells the functions below where things are in torch; the last call counts. `exchange_api` is the capsule
-// torch.Tensor.__dlpack_c_exchange_api__, or None.
+// torch.Tensor.__dlpack_c_exchange_api__, or None. With `is_native` what torch's libraries export is asked before
+// Python.
 void UseTorch(pybind11::object tensor_type, pybind11::object is_grad_enabled, pybind11::object graph_task_id,
-              pybind11::object tracing_state, const pybind11::tuple& dtypes, pybind11::object exchange_api);
+              pybind11::object tracing_state, const pybind11::tuple& dtypes, pybind11::object exchange_api,
+              bool is_native);
 bool HasTorch();
 
 // True if `x` is exactly a torch.Tensor.
@@ -31,6 +33,8 @@ bool ViewOf(PyObject* x, TensorView* view);
 // How many integers `x` holds. False, perhaps with an error set, unless it is exactly a torch.Tensor of them with at
 // least one dimension, on whatever device.
 bool NumIntegers(PyObject* x, int64_t* number);
+// The gradient of a parameter; None if it has none.
+pybind11::object GradientOf(const pybind11::object& parameter);
 // Counts the writes to a tensor; -1 with an error set if it counts none.
 long VersionOf(PyObject* x);
 bool IsGradEnabled();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -132,15 +133,16 @@ class ModelPlaces {
       entries_.push_back({home, key, found});
     }
     for (const auto& [home, key, found] : attributes) attributes_.push_back({home, key, found});
+    std::set<PyObject*> dicts;
+    for (const py::dict& family : families) dicts.insert(family.ptr());
+    for (const Place& place : entries_) dicts.insert(place.home.ptr());
+    for (PyObject* dict : dicts) counts_.emplace_back(dict, 0);
   }
 
-  bool Changed() const {
-    for (const auto& [family, size] : families_)
-      if (PyDict_Size(family.ptr()) != size) return true;
-    for (const Place& place : entries_) {
-      PyObject* now = PyDict_GetItemWithError(place.home.ptr(), place.key.ptr());
-      if (now == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-      if (now != place.found.ptr()) return true;
+  bool Changed() {
+    if (HaveDictsChanged()) {
+      if (Look()) return true;
+      for (auto& [dict, changes] : counts_) changes = ChangesOf(dict);
     }
     for (const Place& place : attributes_) {
       const auto now = py::reinterpret_steal<py::object>(PyObject_GetAttr(place.home.ptr(), place.key.ptr()));
@@ -151,13 +153,33 @@ class ModelPlaces {
   }
 
  private:
+  bool HaveDictsChanged() const {
+    if (!kCountsChanges) return true;
+    for (const auto& [dict, changes] : counts_)
+      if (ChangesOf(dict) != changes) return true;
+    return false;
+  }
+
+  // True if a dict has another number of entries, or another entry.
+  bool Look() const {
+    for (const auto& [family, size] : families_)
+      if (PyDict_Size(family.ptr()) != size) return true;
+    for (const Place& place : entries_) {
+      PyObject* now = PyDict_GetItemWithError(place.home.ptr(), place.key.ptr());
+      if (now == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+      if (now != place.found.ptr()) return true;
+    }
+    return false;
+  }
+
   std::vector<std::pair<py::dict, Py_ssize_t>> families_;
   std::vector<Place> entries_, attributes_;
+  std::vector<std::pair<PyObject*, uint64_t>> counts_;  // of every dict among them, as of when it was last looked into
 };
 
-const ModelPlaces* ModelPlacesOf(const py::object& object) { return object.cast<const ModelPlaces*>(); }
+ModelPlaces* ModelPlacesOf(const py::object& object) { return object.cast<ModelPlaces*>(); }
 
-bool HasChanged(const ModelPlaces& places) { return places.Changed(); }
+bool HasChanged(ModelPlaces& places) { return places.Changed(); }
 
 void BindWatch(py::module_& m) {
   py::class_<RowGlance>(m, "Glance")

@@ -1,7 +1,7 @@
 """Types of the compiled core."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,9 +97,8 @@ class CaptureState:
 def make_observer(
     buffer: StepBuffer, state: CaptureState, site: int, num_features: int, careful: Callable[[Any], None], /
 ) -> Callable[[Any], None]: ...
-def make_call_alone(
-    hook: Callable[..., None], global_hooks: list[dict[int, Any]], probe: str, /
-) -> Callable[..., Any]: ...
+def make_call_alone(hook: Callable[..., None], global_hooks: list[dict[int, Any]], /) -> Callable[..., Any]: ...
+def make_watched(see: Callable[[Any], None], /) -> object: ...
 def make_forward(
     state: CaptureState, /
 ) -> tuple[Callable[[tuple[Any, ...], dict[str, Any]], int | None], Callable[[Any], float | None]]: ...
@@ -110,10 +109,13 @@ def use_torch(
     tracing_state: Callable[[], Any],
     dtypes: tuple[Any, ...],
     exchange_api: Any,
+    is_native: bool,
     /,
 ) -> None: ...
+def torch_state() -> tuple[bool, int, bool]: ...  # (grad is enabled, graph task, is tracing), as the hooks see it
 
 class GradientWatch:
+    num_alike: ClassVar[int]
     active: bool
     num_threads: int
     seconds: float
@@ -127,6 +129,8 @@ class GradientWatch:
         begins: Callable[[int], None],
         careful: Callable[[int, Any, int, int], tuple[int, int]],
         gone: Callable[[int], None],
+        need: Callable[[list[int]], None],
+        missed: Callable[[], None],
         failed: Callable[[Exception], None],
         /,
     ) -> None: ...

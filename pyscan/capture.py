@@ -36,6 +36,7 @@ _C.use_torch(
     _is_tracing,
     tuple(DTYPES),
     getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    True,
 )
 
 

@@ -76,7 +76,7 @@ def watch_input(
     handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
     if getattr(module, CALL, False) is None and type(module)._call_impl is nn.Module._call_impl:
         _teach_compiler()
-        module.__dict__[CALL] = functools.partial(call_alone, module)
+        module.__dict__[CALL] = functools.partial(call_alone, _C.make_watched(see), module)
     return _watch(module, Probe(see, see_compiled), handle)
 
 
@@ -101,7 +101,7 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     module.__dict__[PROBE].see(x)
 
 
-# The call of a watched module. With any other hook of the module, or of every module, all of it is left to torch.
+# (watched, module, *args): the call of a watched module. With any other hook all of it is left to torch.
 call_alone = _C.make_call_alone(
     before_forward,
     [
@@ -110,11 +110,10 @@ call_alone = _C.make_call_alone(
         torch_module._global_backward_pre_hooks,
         torch_module._global_backward_hooks,
     ],
-    PROBE,
 )
 
 
-def _call_in_graph(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_in_graph(watched: object, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -132,7 +132,7 @@ class Scanner:
         self._is_plain = False  # the next step may be closed by `_close_plain`
         self._step_seconds = 0.0  # spent before the optimizer's steps, since they were last counted
         # An optimizer calls two.
-        self._step_hook_seconds = 2 * len(optimizers) * hook_cost.seconds_per_call()
+        self._num_step_hooks = 2 * len(optimizers)
         self._budget = Budget(config.every, config.budget)
         self._placements = find_placements(model)
         self._inventory = self._find()
@@ -249,7 +249,9 @@ class Scanner:
         num_forwards, seconds = self._forward.take_cost()
         seconds += self._step_seconds
         self._step_seconds = 0.0
-        return seconds, self._hook_seconds * num_forwards + self._step_hook_seconds * num_steps
+        # A forward calls each hook once, the optimizer's are called once in a step.
+        num_hooks = (self._num_hooks + self._gradients.num_hooks) * num_forwards + self._num_step_hooks * num_steps
+        return seconds, num_hooks * hook_cost.seconds_per_call()
 
     @property
     def every(self) -> int:
@@ -408,6 +410,7 @@ class Scanner:
             on_backward=self._capture.state.forget,
             on_error=self._fail,
             on_unreduced=self._is_unreduced,
+            on_missed=self._gradients_missed,
         )
         self._endings.append(self._gradients.remove)
         if is_distributed():
@@ -430,10 +433,9 @@ class Scanner:
             plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, one for each lookup and gradient; a forward calls each once. The shortcut of
-        # hooks.py, by which inputs come, is timed with what it brings.
-        num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
-        self._hook_seconds = num_hooks * hook_cost.seconds_per_call()
+        # Of the model itself two, and one for each lookup; those of gradients are counted when they are needed. The
+        # shortcut of hooks.py, by which inputs come, is timed with what it brings.
+        self._num_hooks = 2 + sum(site.observe == "lookup" for site in sites)
         self._state = ModelState(self._model, sites)
         self._plain = self._plain_step()
         self._num_threads = 0
@@ -521,6 +523,13 @@ class Scanner:
         if self._inventory.coverage.get(site.name) == "scanned":
             self._inventory.coverage[site.name] = f"activation only: {reason}"
             self._event("note", site=site.name, text=f"{site.name!r}: {reason}.")
+
+    def _gradients_missed(self) -> None:
+        text = (
+            "a backward has gone another way than all before it: gradients of this row may lack what it added. From "
+            "now on every gradient is followed by itself."
+        )
+        self._event("note", text=text)
 
     def _step_begins(self, unscaled: bool) -> None:
         start = _clock()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import pyscan
-from pyscan import hooks
+from pyscan import _C, hooks
+from pyscan.engine import DTYPES
 
 
 def chain() -> nn.Sequential:
@@ -136,3 +138,55 @@ def test_a_module_that_is_compiled_in_place_stays_so() -> None:
         assert scan.latest()["param_stats"]["0.weight"]["activation_norm"] == 4.0
     assert ran == ["compiled"]
     assert linear._compiled_call_impl is compiled
+
+
+@pytest.mark.parametrize("kind", ["pre", "forward"])
+def test_a_hook_that_comes_later_runs(kind: str) -> None:
+    ran: list[str] = []
+    model = nn.Sequential(nn.Linear(8, 8))
+    register = model[0].register_forward_pre_hook if kind == "pre" else model[0].register_forward_hook
+    with pyscan.attach(model):
+        for _ in range(2):
+            model(torch.ones(2, 8))
+        handle = register(lambda *_: ran.append(kind))
+        model(torch.ones(2, 8))
+        handle.remove()
+        model(torch.ones(2, 8))
+    assert ran == [kind]
+
+
+def test_a_dict_of_hooks_that_is_replaced_is_noticed() -> None:
+    ran: list[str] = []
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pyscan.attach(model):
+        model(torch.ones(2, 8))
+        kept = model[0]._forward_hooks
+        model[0]._forward_hooks = OrderedDict({0: lambda *_: ran.append("hook")})
+        model(torch.ones(2, 8))
+        model[0]._forward_hooks = kept
+        model(torch.ones(2, 8))
+    assert ran == ["hook"]
+
+
+def test_torch_is_asked_the_same_by_both_ways() -> None:
+    """What torch's libraries export, and what its Python functions say where a torch exports nothing."""
+
+    def asked() -> list[tuple[bool, int, bool]]:
+        answers = [_C.torch_state()]
+        with torch.no_grad():
+            answers.append(_C.torch_state())
+        x = torch.ones(1, requires_grad=True)
+        inside: list[int] = []
+        x.register_hook(lambda grad: inside.append(_C.torch_state()[1] - torch._C._current_graph_task_id()))
+        (2 * x).backward()
+        assert inside == [0]
+        torch.jit.trace(lambda y: answers.append(_C.torch_state()) or y + 1, torch.ones(1), check_trace=False)
+        return answers
+
+    ways = [Tensor, torch.is_grad_enabled, torch._C._current_graph_task_id, torch._C._get_tracing_state, tuple(DTYPES)]
+    try:
+        _C.use_torch(*ways, None, False)
+        assert asked() == [(True, -1, False), (False, -1, False), (True, -1, True)]
+    finally:
+        _C.use_torch(*ways, getattr(Tensor, "__dlpack_c_exchange_api__", None), True)
+    assert asked() == [(True, -1, False), (False, -1, False), (True, -1, True)]
