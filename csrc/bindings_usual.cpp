@@ -7,12 +7,22 @@
 namespace py = pybind11;
 
 namespace pyscan {
+namespace {
+
+// -1 for no gradient, and for one that counts no writes.
+long WritesTo(const py::object& grad) {
+  const long version = grad.is_none() ? -1 : VersionOf(grad.ptr());
+  PyErr_Clear();
+  return version;
+}
+
+}  // namespace
 
 py::object UsualBackwards::Gradient(int64_t weight) const { return GradientOf(parameters_[weight]); }
 
 UsualBackwards::State UsualBackwards::StateOf(int64_t weight) const {
   py::object grad = Gradient(weight);
-  const long version = grad.is_none() ? -1 : VersionOf(grad.ptr());
+  const long version = WritesTo(grad);
   return {std::move(grad), version};
 }
 
@@ -29,7 +39,7 @@ std::vector<int64_t> UsualBackwards::Ends(std::vector<int64_t> hooked) {
   std::vector<int64_t> all;
   for (size_t k = 0; k < before_.size(); ++k) {
     const py::object grad = Gradient(usual_[k]);
-    const bool is_same = grad.is(before_[k].grad) && (grad.is_none() || VersionOf(grad.ptr()) == before_[k].version);
+    const bool is_same = grad.is(before_[k].grad) && WritesTo(grad) == before_[k].version;
     const bool is_hooked = std::find(hooked.begin(), hooked.end(), usual_[k]) != hooked.end();
     if (is_hooked || !is_same) all.push_back(usual_[k]);
   }
