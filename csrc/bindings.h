@@ -13,7 +13,7 @@ inline pybind11::object Name(const char* name) {
 }
 
 // Python counts the changes of all dicts in one number and never gives one twice: while a dict has its number, nothing
-// in it is new, nothing gone, and the dict is no other. The count ends with Python 3.12.
+// in it is new, nothing gone, and the dict is no other. Python 3.12 gives the count up.
 #if PY_VERSION_HEX < 0x030C0000
 constexpr bool kCountsChanges = true;
 inline uint64_t ChangesOf(PyObject* dict) { return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag; }

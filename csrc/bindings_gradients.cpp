@@ -16,7 +16,7 @@
 
 #include "bindings.h"
 #include "bindings_tensor.h"
-#include "bindings_usual.h"
+#include "bindings_usual_backwards.h"
 #include "step_buffer.h"
 
 namespace py = pybind11;
@@ -71,9 +71,8 @@ class GradientWatch {
         missed_(std::move(missed)),
         failed_(std::move(failed)),
         usual_(Parameters(weights), early && !ended_.is_none() && AreReadTogether(weights)) {
-    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights) {
+    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights)
       weights_.push_back({parameter, slots, rows, cols, read_at_once, NumBytes(slots, rows, cols)});
-    }
   }
 
   // Lets go of everything: the hooks are about to be taken away.
@@ -129,9 +128,8 @@ class GradientWatch {
         ended = std::move(dirty->second);
         dirty_.erase(dirty);
       }
-      const bool are_counted = !usual_.are_few();
       ended = usual_.Ends(std::move(ended));
-      if (!are_counted)
+      if (usual_.are_few())
         for (const int64_t i : ended) Count(i);
       Read(Due(ended), true);
     });

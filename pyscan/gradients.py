@@ -96,7 +96,8 @@ class GradientReader:
         """From now on only the hooks of these weights are needed; those of all if there are none."""
         if not weights:
             self._add_hooks()
-        for index in self._hooks.keys() - set(weights or self._hooks):
+            return
+        for index in self._hooks.keys() - set(weights):
             self._hooks.pop(index).remove()
 
     def sites_of(self, weights: Sequence[int]) -> list[int]:

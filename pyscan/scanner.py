@@ -133,6 +133,7 @@ class Scanner:
         self._step_seconds = 0.0  # spent before the optimizer's steps, since they were last counted
         # An optimizer calls two.
         self._num_step_hooks = 2 * len(optimizers)
+        self._seconds_per_hook = hook_cost.seconds_per_call()
         self._budget = Budget(config.every, config.budget)
         self._placements = find_placements(model)
         self._inventory = self._find()
@@ -251,7 +252,7 @@ class Scanner:
         self._step_seconds = 0.0
         # A forward calls each hook once, the optimizer's are called once in a step.
         num_hooks = (self._num_hooks + self._gradients.num_hooks) * num_forwards + self._num_step_hooks * num_steps
-        return seconds, num_hooks * hook_cost.seconds_per_call()
+        return seconds, num_hooks * self._seconds_per_hook
 
     @property
     def every(self) -> int:

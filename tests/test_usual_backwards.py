@@ -20,11 +20,11 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training:
     """Layers one after the other, an optimizer that changes nothing, and what the gradients were after each step."""
 
-    def __init__(self, **kwargs: object) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(NUM_LAYERS)))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.scan = pyscan.attach(self.model, optimizer=self.optimizer, **kwargs)
+        self.scan = pyscan.attach(self.model, optimizer=self.optimizer)
         self.num_steps = 0
 
     @property

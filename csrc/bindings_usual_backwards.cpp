@@ -1,4 +1,4 @@
-#include "bindings_usual.h"
+#include "bindings_usual_backwards.h"
 
 #include <algorithm>
 

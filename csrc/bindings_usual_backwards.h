@@ -19,7 +19,7 @@ class UsualBackwards {
   // So many backwards in a row must be alike, and as many as there are weights, before most hooks are taken away.
   static inline int64_t num_alike = 16;
 
-  explicit UsualBackwards(std::vector<pybind11::object> parameters, bool can_be_few)
+  UsualBackwards(std::vector<pybind11::object> parameters, bool can_be_few)
       : parameters_(std::move(parameters)), can_be_few_(can_be_few && parameters_.size() > 2) {}
 
   // True if only the first and the last of the weights have hooks.
