@@ -41,6 +41,9 @@ Cuts Cut(const Matrix& x, const Blocks& blocks) {
   if (by_columns) cuts.cols_each = std::min(cuts.cols_each, most_blocked);
   const int64_t row_bytes = cuts.cols_each * ElementBytes(x.dtype);
   cuts.rows_each = std::max(kTileRows, kChunkBytes / row_bytes / kTileRows * kTileRows);
+  // An even number of equal chunks: of three, two threads would have to take two and one.
+  const int64_t num_even = CeilDiv(CeilDiv(x.rows, cuts.rows_each), 2) * 2;
+  if (x.rows > cuts.rows_each) cuts.rows_each = CeilDiv(CeilDiv(x.rows, num_even), kTileRows) * kTileRows;
   if (!by_columns) cuts.rows_each = std::min(cuts.rows_each, most_blocked);
   cuts.num_row_cuts = CeilDiv(x.rows, cuts.rows_each);
   cuts.num_col_cuts = CeilDiv(x.cols, cuts.cols_each);

@@ -151,8 +151,9 @@ struct BlockSums {
   double bad;
 };
 
+// In bytes; `next` leads to the same columns of the next band.
 struct Strides {
-  int64_t row, col;  // bytes
+  int64_t row, col, next;
 };
 
 // Reads a tile value by value in float64: any format, any stride, any value. Adds to sums and, if `row_sumsq` is not
@@ -198,19 +199,19 @@ inline F8 Tree(const F8* v) {
 // Asks for the same columns of the next band. The hardware prefetcher loses the streams of a band where they cross a
 // page; asking cuts the time of a tensor that is not in the cache by a quarter, and costs one that is a few percent.
 template <class Format, int kUnits>
-inline void PrefetchNextBand(const char* p, int64_t row_bytes) {
+inline void Prefetch(const char* next) {
 #pragma GCC unroll 4
-  for (int64_t at = 0; at < kUnits * 16 * Format::kBytes; at += 64) __builtin_prefetch(p + kTileRows * row_bytes + at);
+  for (int64_t at = 0; at < kUnits * 16 * Format::kBytes; at += 64) __builtin_prefetch(next + at);
 }
 
 // Sums down the rows of `kUnits` * 16 contiguous columns.
 template <class Format, int kUnits>
-inline D4 SumColumns(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude) {
+inline D4 SumColumns(const char* p, Strides strides, int64_t rows, typename Format::Bits& magnitude) {
   F8 acc[2 * kUnits];
 #pragma GCC unroll 8
   for (int i = 0; i < 2 * kUnits; ++i) acc[i] = F8{};
-  for (int64_t r = 0; r < rows; ++r, p += row_bytes) {
-    PrefetchNextBand<Format, kUnits>(p, row_bytes);
+  for (int64_t r = 0; r < rows; ++r, p += strides.row) {
+    Prefetch<Format, kUnits>(p + strides.next);
 #pragma GCC unroll 4
     for (int u = 0; u < kUnits; ++u) {
       F8 a, b;
@@ -230,11 +231,11 @@ inline F8 PairSums(F8 a, F8 b) {
 
 // The same, adding the sum of every row to row_sumsq[r]. A row's sum has kUnits + 4 roundings: 8 at most.
 template <class Format, int kUnits>
-inline D4 SumRows(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude, double* row_sumsq) {
+inline D4 SumRows(const char* p, Strides strides, int64_t rows, typename Format::Bits& magnitude, double* row_sumsq) {
   F8 row[kTileRows];
   for (int64_t r = rows; r < kTileRows; ++r) row[r] = F8{};
-  for (int64_t r = 0; r < rows; ++r, p += row_bytes) {
-    PrefetchNextBand<Format, kUnits>(p, row_bytes);
+  for (int64_t r = 0; r < rows; ++r, p += strides.row) {
+    Prefetch<Format, kUnits>(p + strides.next);
     F8 even = {};
     F8 odd = {};
 #pragma GCC unroll 4
@@ -254,24 +255,23 @@ inline D4 SumRows(const char* p, int64_t row_bytes, int64_t rows, typename Forma
 }
 
 template <class Format, bool kPerRow, int kUnits>
-inline D4 SumUnits(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude,
-                   double* row_sumsq) {
-  if constexpr (kPerRow) return SumRows<Format, kUnits>(p, row_bytes, rows, magnitude, row_sumsq);
-  return SumColumns<Format, kUnits>(p, row_bytes, rows, magnitude);
+inline D4 SumUnits(const char* p, Strides strides, int64_t rows, typename Format::Bits& magnitude, double* row_sumsq) {
+  if constexpr (kPerRow) return SumRows<Format, kUnits>(p, strides, rows, magnitude, row_sumsq);
+  return SumColumns<Format, kUnits>(p, strides, rows, magnitude);
 }
 
 template <class Format, bool kPerRow>
-inline D4 SumTile(const char* p, int64_t row_bytes, int64_t rows, int64_t units, typename Format::Bits& magnitude,
+inline D4 SumTile(const char* p, Strides strides, int64_t rows, int64_t units, typename Format::Bits& magnitude,
                   double* row_sumsq) {
   switch (units) {
     case 4:
-      return SumUnits<Format, kPerRow, 4>(p, row_bytes, rows, magnitude, row_sumsq);
+      return SumUnits<Format, kPerRow, 4>(p, strides, rows, magnitude, row_sumsq);
     case 3:
-      return SumUnits<Format, kPerRow, 3>(p, row_bytes, rows, magnitude, row_sumsq);
+      return SumUnits<Format, kPerRow, 3>(p, strides, rows, magnitude, row_sumsq);
     case 2:
-      return SumUnits<Format, kPerRow, 2>(p, row_bytes, rows, magnitude, row_sumsq);
+      return SumUnits<Format, kPerRow, 2>(p, strides, rows, magnitude, row_sumsq);
     default:
-      return SumUnits<Format, kPerRow, 1>(p, row_bytes, rows, magnitude, row_sumsq);
+      return SumUnits<Format, kPerRow, 1>(p, strides, rows, magnitude, row_sumsq);
   }
 }
 
@@ -283,7 +283,7 @@ __attribute__((noinline)) D4 SumOddTile(const char* tile, Strides strides, int64
   const bool contiguous = strides.col == Format::kBytes;
   const int64_t direct = contiguous ? cols / 16 : 0;
   D4 sumsq = {};
-  if (direct > 0) sumsq = SumTile<Format, kPerRow>(tile, strides.row, rows, direct, magnitude, row_sumsq);
+  if (direct > 0) sumsq = SumTile<Format, kPerRow>(tile, strides, rows, direct, magnitude, row_sumsq);
   const int64_t rest = cols - 16 * direct;
   if (rest == 0) return sumsq;
   alignas(32) char copy[kTileRows * kTileCols * Format::kBytes];
@@ -299,7 +299,7 @@ __attribute__((noinline)) D4 SumOddTile(const char* tile, Strides strides, int64
       for (int64_t c = 0; c < rest; ++c) std::memcpy(to + c * Format::kBytes, source + c * strides.col, Format::kBytes);
     }
   }
-  return sumsq + SumTile<Format, kPerRow>(copy, copy_bytes, rows, units, magnitude, row_sumsq);
+  return sumsq + SumTile<Format, kPerRow>(copy, {copy_bytes, Format::kBytes, 0}, rows, units, magnitude, row_sumsq);
 }
 
 // What a chunk does with a tile, by format.
@@ -316,7 +316,7 @@ struct Tile {
     Bits magnitude = {};
     D4 sumsq;
     if (cols == kTileCols && strides.col == Format::kBytes) {
-      sumsq = SumUnits<Format, kPerRow, kTileCols / 16>(tile, strides.row, rows, magnitude, tile_rows);
+      sumsq = SumUnits<Format, kPerRow, kTileCols / 16>(tile, strides, rows, magnitude, tile_rows);
     } else {
       sumsq = SumOddTile<Format, kPerRow>(tile, strides, rows, cols, magnitude, tile_rows);
     }
@@ -381,13 +381,41 @@ inline int CutColumns(const Blocks& blocks, const Chunk& chunk, Segment* segment
   return count;
 }
 
-// Walks a chunk in bands of kTileRows rows, each band from left to right: kTileRows sequential streams, which the
-// hardware prefetcher follows, and the sums of a block wait in the first-level cache for the next band.
+// Rows that are read together, from left to right: `count` of them, each `apart` rows after the one before.
+struct Band {
+  int64_t row, count, apart;
+  int64_t next;  // rows from here to the next band
+};
+
+constexpr int64_t kPageBytes = 4096;
+
+// Cuts the rows of a chunk into bands. Rows shorter than a page are taken from all over the chunk, and the next band is
+// the rows right after them: kTileRows long streams, each in pages of its own, which the hardware prefetcher follows
+// better than several in one page. Other bands, and what fills none, are neighbours. After the last band comes the
+// first one of the chunk before: chunks are taken from the last to the first.
+template <class AddBand>
+inline void CutRows(const Blocks& blocks, const Chunk& chunk, int64_t row_bytes, const AddBand& add_band) {
+  const bool by_rows = blocks.axis == Blocks::Axis::kRows;
+  const int64_t num_rows = chunk.row_end - chunk.row_begin, chunk_before = chunk.row_begin - num_rows;
+  const int64_t apart = !by_rows && row_bytes < kPageBytes ? num_rows / kTileRows : 0;
+  int64_t row = chunk.row_begin;
+  for (const int64_t end = row + apart; row < end; ++row)
+    add_band(Band{row, kTileRows, apart, row + 1 < end ? 1 : chunk_before - row});
+  row = chunk.row_begin + apart * kTileRows;
+  while (row < chunk.row_end) {
+    int64_t end = std::min(row + kTileRows, chunk.row_end);
+    if (by_rows) end = std::min(end, BlockEnd(blocks, row));
+    add_band(Band{row, end - row, 1, end < chunk.row_end ? kTileRows : chunk_before - row});
+    row = end;
+  }
+}
+
+// Walks a chunk band by band; the sums of a block wait in the first-level cache for the next band.
 template <class Format, bool kPerRow>
 void WalkChunk(const Matrix& x, const Blocks& blocks, const Chunk& chunk, const ReduceOutput& out) {
   using T = Tile<Format, kPerRow>;
   using Sums = BlockSums<typename T::Bits>;
-  const Strides strides = {x.row_stride * Format::kBytes, x.col_stride * Format::kBytes};
+  const int64_t row_bytes = x.row_stride * Format::kBytes, col_bytes = x.col_stride * Format::kBytes;
   const char* base = static_cast<const char*>(x.data);
   const bool by_rows = blocks.axis == Blocks::Axis::kRows;
   const int64_t row_step = out.row_blocks ? NumBlocks(x, blocks) : 1;
@@ -395,22 +423,17 @@ void WalkChunk(const Matrix& x, const Blocks& blocks, const Chunk& chunk, const 
   const int num_segments = CutColumns(blocks, chunk, segments);
   Sums local[kMaxChunkBlocks];
   for (int64_t b = 0; b < chunk.num_blocks; ++b) local[b] = Sums{};
-  for (int64_t r = chunk.row_begin; r < chunk.row_end;) {
-    int64_t row_end = std::min(r + kTileRows, chunk.row_end);
-    Sums* sums = local;
-    if (by_rows) {
-      row_end = std::min(row_end, BlockEnd(blocks, r));
-      sums += BlockOf(blocks, r) - chunk.first_block;
-    }
-    const char* band = base + r * strides.row;
-    double* const row_sumsq = kPerRow ? out.row_sumsq + r * row_step : nullptr;
+  CutRows(blocks, chunk, row_bytes, [&](const Band& band) {
+    Sums* const sums = by_rows ? local + (BlockOf(blocks, band.row) - chunk.first_block) : local;
+    const Strides strides = {band.apart * row_bytes, col_bytes, band.next * row_bytes};
+    const char* const left = base + band.row * row_bytes;
+    double* const row_sumsq = kPerRow ? out.row_sumsq + band.row * row_step : nullptr;
     for (int i = 0; i < num_segments; ++i) {
       const Segment& s = segments[i];
       double* const row_out = kPerRow && out.row_blocks ? row_sumsq + chunk.first_block + s.block : row_sumsq;
-      T::Add(band + s.col * strides.col, strides, row_end - r, s.cols, sums[s.block], row_out, row_step);
+      T::Add(left + s.col * col_bytes, strides, band.count, s.cols, sums[s.block], row_out, band.apart * row_step);
     }
-    r = row_end;
-  }
+  });
   for (int64_t b = 0; b < chunk.num_blocks; ++b) {
     chunk.sumsq[b] = Sum(local[b].sumsq);
     chunk.absmax[b] = T::Absmax(local[b]);

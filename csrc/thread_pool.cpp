@@ -30,12 +30,12 @@ struct Job {
 
   void Do(int part) {
     const int64_t begin = num_tasks * part / num_parts, end = num_tasks * (part + 1) / num_parts;
-    for (int64_t i; (i = begin + num_taken[part].fetch_add(1)) < end;) task(context, i);
+    for (int64_t i; (i = end - 1 - num_taken[part].fetch_add(1)) >= begin;) task(context, i);
   }
 };
 
 // Each thread begins with the part of its own number, which is the part of a tensor that the host's operators give to
-// that thread: it is in the cache of its core.
+// that thread: it is in the cache of its core. Everybody begins at the end, with what was written last.
 void Work(void* data) {
   Job& job = *static_cast<Job*>(data);
   const int first = job.number() % job.num_parts;
@@ -81,9 +81,8 @@ void ThreadPool::Help() {
     ++num_active_;
     const Task task = task_;
     void* const context = context_;
-    const int64_t num_tasks = num_tasks_;
     lock.unlock();
-    for (int64_t i; (i = next_.fetch_add(1)) < num_tasks;) task(context, i);
+    for (int64_t i; (i = next_.fetch_sub(1)) >= 0;) task(context, i);
     lock.lock();
     if (--num_active_ == 0) helpers_out_.notify_one();
   }
@@ -92,7 +91,7 @@ void ThreadPool::Help() {
 void ThreadPool::Run(int64_t num_tasks, int num_threads, Task task, void* context) {
   const int num_helpers = int(num_tasks < num_threads ? num_tasks : num_threads) - 1;
   if (num_helpers < 1) {
-    for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
+    for (int64_t i = num_tasks - 1; i >= 0; --i) task(context, i);
   } else if (const ParallelFn parallel = borrowed.load()) {
     Job job{task, context, num_tasks, std::min(num_helpers + 1, kMostParts), borrowed_number.load()};
     parallel(Work, &job, unsigned(num_helpers) + 1, 0);
@@ -104,7 +103,7 @@ void ThreadPool::Run(int64_t num_tasks, int num_threads, Task task, void* contex
 void ThreadPool::RunOwn(int64_t num_tasks, int num_helpers, Task task, void* context) {
   std::unique_lock<std::mutex> busy(busy_, std::defer_lock);
   if (!busy.try_lock()) {
-    for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
+    for (int64_t i = num_tasks - 1; i >= 0; --i) task(context, i);
     return;
   }
   {
@@ -112,12 +111,11 @@ void ThreadPool::RunOwn(int64_t num_tasks, int num_helpers, Task task, void* con
     Grow(num_helpers);
     task_ = task;
     context_ = context;
-    num_tasks_ = num_tasks;
-    next_.store(0);
+    next_.store(num_tasks - 1);
     tickets_ = num_helpers;
   }
   for (int i = 0; i < num_helpers; ++i) work_.notify_one();
-  for (int64_t i; (i = next_.fetch_add(1)) < num_tasks;) task(context, i);
+  for (int64_t i; (i = next_.fetch_sub(1)) >= 0;) task(context, i);
   // Helpers that are still asleep have nothing left to do; those inside must leave before the context goes.
   std::unique_lock<std::mutex> lock(mutex_);
   tickets_ = 0;

@@ -46,8 +46,7 @@ class ThreadPool {
   int num_active_ = 0;  // helpers inside the current job
   Task task_ = nullptr;
   void* context_ = nullptr;
-  int64_t num_tasks_ = 0;
-  std::atomic<int64_t> next_{0};  // next task nobody has taken
+  std::atomic<int64_t> next_{-1};  // next task nobody has taken; they are taken from the last to the first
 };
 
 }  // namespace pyscan
