@@ -1,7 +1,8 @@
 """What contestants took, as ratios to the bare ones, and how well they are known.
 
-Receives the turns of each contestant, one per round. A turn is compared with the bare turns of the same round: a shared
-machine changes its speed, but less within a round than between rounds. Two bare contestants tell the noise.
+Receives the turns of each contestant, one per round. A turn is compared with each of the two bare turns of the same
+round: a shared machine changes its speed, but less within a round than between rounds. Never with their mean, which
+meets a slow moment of the machine twice as often as one turn does: whatever costs nothing would come out below 1.
 """
 
 from __future__ import annotations
@@ -58,22 +59,23 @@ class Ratio:
 
 
 def ratios(taken: dict[str, Taken]) -> dict[str, dict[str, Ratio]]:
-    """Of every contestant, by clock, to the mean of the bare ones; of a bare one to the other."""
+    """Of every contestant, by clock, to the bare ones; of a bare one to the other."""
     return {name: {clock: _ratio(taken, name, clock) for clock in CLOCKS} for name in taken}
 
 
 def _ratio(taken: dict[str, Taken], name: str, clock: str) -> Ratio:
-    bare = [taken[other].seconds(clock) for other in BARE if other != name]
-    found = taken[name].seconds(clock) / np.mean(bare, axis=0)
+    found = np.array([taken[name].seconds(clock) / taken[bare].seconds(clock) for bare in BARE if bare != name])
     low, median, high = map(float, np.quantile(found, (0.2, 0.5, 0.8)))
     return Ratio(median, low, high, error_of_median(found))
 
 
 def error_of_median(found: Floats) -> float:
-    if len(found) < FEWEST_ROUNDS:
+    """Of [bare turns, rounds]; rounds are drawn, with what they hold."""
+    num_rounds = found.shape[1]
+    if num_rounds < FEWEST_ROUNDS:
         return math.inf
-    draws = np.random.default_rng(0).integers(len(found), size=(RESAMPLED, len(found)))
-    low, high = np.quantile(np.median(found[draws], axis=1), (0.025, 0.975))
+    draws = np.random.default_rng(0).integers(num_rounds, size=(RESAMPLED, num_rounds))
+    low, high = np.quantile([np.median(found[:, drawn]) for drawn in draws], (0.025, 0.975))
     return float(high - low) / 2
 
 
