@@ -412,13 +412,14 @@ def test_the_instruction_set_can_be_forced(isa: str) -> None:
 
 
 FORK = """
-import os, torch, pyscan
+import os, signal, torch, pyscan
 torch.set_num_threads(2)
 x = torch.ones(4000, 512)
 ok = lambda: pyscan.reduce(x)[0].sum() == x.numel()
 assert ok()                                        # the pool has a thread now
 pid = os.fork()
 if pid == 0:
+    signal.alarm(30)                               # nobody else ends a child that waits for ever
     alone = len(os.listdir("/proc/self/task")) == 1
     right = ok()                                   # a pool of the child's own, with a thread of its own
     os._exit(0 if alone and right and len(os.listdir("/proc/self/task")) == 2 else 1)

@@ -43,7 +43,7 @@ def test_without_a_runtime_the_engine_keeps_its_own_threads(monkeypatch: pytest.
 
 
 FORK = """
-import os, torch, pyscan
+import os, signal, torch, pyscan
 from pyscan import threads
 torch.set_num_threads(2)
 x = torch.ones(4000, 512)
@@ -51,6 +51,7 @@ ok = lambda: pyscan.reduce(x)[0].sum() == x.numel()
 assert threads.borrow() and ok()                   # torch's team has a thread now, which the child will not have
 pid = os.fork()
 if pid == 0:
+    signal.alarm(30)                               # nobody else ends a child that waits for ever
     os._exit(0 if ok() else 1)
 assert os.waitpid(pid, 0)[1] == 0
 assert ok()
