@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_gradient.h"
 #include "bindings_tensor.h"
-#include "bindings_usual_backwards.h"
 #include "step_buffer.h"
 
 namespace py = pybind11;
@@ -38,6 +38,7 @@ struct Weight {
   int64_t num_backwards = 0;  // so far in this step
   int64_t expected = 0;       // in the step before; 0: not known
   bool is_waiting = false;    // had a backward in this step and is to have another
+  bool was_plain = false;     // when its gradient was last looked at
   // Of the gradient in the buffer; version -1: not read in this step.
   uintptr_t address = 0;
   long version = -1;
@@ -53,12 +54,10 @@ class GradientWatch {
   // At the first gradient of a backward `queue` is given what autograd is to call at its end, which calls `ended()` and
   // settles it; where `ended` is None, `begins(task)` is called instead, and somebody settles it. `careful(weight,
   // gradient, address, version)` reads one that is not plain unless it has this address and version, and returns those
-  // it has; `gone(weight)` is told that there was no gradient left at the end of a backward; `need(weights)` that from
-  // now on only the hooks of these weights are needed, of all if there are none; `missed()` that gradients may have
-  // been missed; `failed(error)` what went wrong.
+  // it has; `gone(weight)` is told that there was no gradient left at the end of a backward; `failed(error)` what went
+  // wrong.
   GradientWatch(py::object buffer, const std::vector<WeightTuple>& weights, bool early, py::object queue,
-                py::object ended, py::object begins, py::object careful, py::object gone, py::object need,
-                py::object missed, py::object failed)
+                py::object ended, py::object begins, py::object careful, py::object gone, py::object failed)
       : buffer_owner_(buffer),
         buffer_(buffer.cast<StepBuffer*>()),
         early_(early),
@@ -67,10 +66,7 @@ class GradientWatch {
         begins_(std::move(begins)),
         careful_(std::move(careful)),
         gone_(std::move(gone)),
-        need_(std::move(need)),
-        missed_(std::move(missed)),
-        failed_(std::move(failed)),
-        usual_(Parameters(weights), early && !ended_.is_none() && AreReadTogether(weights)) {
+        failed_(std::move(failed)) {
     for (const auto& [parameter, slots, rows, cols, read_at_once] : weights)
       weights_.push_back({parameter, slots, rows, cols, read_at_once, NumBytes(slots, rows, cols)});
   }
@@ -81,9 +77,8 @@ class GradientWatch {
     weights_.clear();
     dirty_.clear();
     waiting_.clear();
-    usual_.Clear();
     TakeGathered();
-    queue_ = ended_ = begins_ = careful_ = gone_ = need_ = missed_ = failed_ = py::none();
+    queue_ = ended_ = begins_ = careful_ = gone_ = failed_ = py::none();
   }
 
   bool active = true;
@@ -103,10 +98,8 @@ class GradientWatch {
     if (dirty == dirty_.end()) {
       dirty = dirty_.emplace(task, std::vector<int64_t>()).first;
       Begin(task, self);
-      usual_.Begins(index);
     }
     dirty->second.push_back(index);
-    if (usual_.are_few()) return;  // the end of the backward counts it with the others
     const Weight& weight = Count(index);
     if (weight.num_backwards < weight.expected) return;
     if (weight.read_at_once)
@@ -114,9 +107,6 @@ class GradientWatch {
     else if (early_ && weight.num_bytes > 0)
       Gather(index);
   }
-
-  // The same in a step that is not scanned.
-  void Skip() { usual_.Skip(); }
 
   // A backward is over, and so is whatever else changes its gradients: read what is due and not read, or changed since.
   void Settle(int64_t task) {
@@ -128,9 +118,6 @@ class GradientWatch {
         ended = std::move(dirty->second);
         dirty_.erase(dirty);
       }
-      ended = usual_.Ends(std::move(ended));
-      if (usual_.are_few())
-        for (const int64_t i : ended) Count(i);
       Read(Due(ended), true);
     });
   }
@@ -144,11 +131,9 @@ class GradientWatch {
 
   // Reads what the step has not read yet; returns the weights that were read so late.
   std::vector<int64_t> ReadRest() {
-    usual_.StepBegins();
     std::vector<int64_t> late;
     for (int64_t i = 0; i < num_weights(); ++i)
-      if (weights_[i].version < 0 && weights_[i].num_backwards > 0 && !Gradient(weights_[i]).is_none())
-        late.push_back(i);
+      if (weights_[i].version < 0 && weights_[i].num_backwards > 0 && HasGradient(weights_[i])) late.push_back(i);
     Read(late, false);
     return late;
   }
@@ -158,7 +143,7 @@ class GradientWatch {
     Timed([&] {
       std::vector<int64_t> there;
       for (int64_t i = 0; i < num_weights(); ++i) {
-        if (Gradient(weights_[i]).is_none()) continue;
+        if (!HasGradient(weights_[i])) continue;
         Count(i);
         there.push_back(i);
       }
@@ -168,7 +153,6 @@ class GradientWatch {
 
   // The row is closed: what was counted is what to expect. Returns the seconds spent in the step that ended.
   double NextStep() {
-    Guarded([&] { ChooseHooks(); });
     order_.clear();
     dirty_.clear();
     waiting_.clear();
@@ -212,22 +196,6 @@ class GradientWatch {
     return slots.empty() ? 0 : rows * cols * int64_t(sizeof(float));
   }
 
-  static std::vector<py::object> Parameters(const std::vector<WeightTuple>& weights) {
-    std::vector<py::object> parameters;
-    for (const WeightTuple& weight : weights) parameters.push_back(std::get<0>(weight));
-    return parameters;
-  }
-
-  // Whether the gradients are so small that all are read at the end of the backward, and plain.
-  static bool AreReadTogether(const std::vector<WeightTuple>& weights) {
-    int64_t bytes = 0;
-    for (const auto& [parameter, slots, rows, cols, read_at_once] : weights) {
-      if (slots.empty() || read_at_once) return false;
-      bytes += NumBytes(slots, rows, cols);
-    }
-    return bytes < kBatchBytes;
-  }
-
   void Begin(int64_t task, const py::object& self);
 
   // Autograd has added to the gradient of a weight.
@@ -236,12 +204,6 @@ class GradientWatch {
     if (++weight.num_backwards == 1) order_.push_back(index);
     weight.version = -1;  // also if the new gradient has the address and the version of an old one
     return weight;
-  }
-
-  void ChooseHooks() {
-    const auto change = usual_.StepEnds(!dirty_.empty(), active && num_ends_ == 0);
-    if (change.is_any) need_(change.weights);
-    if (change.may_have_missed) missed_();
   }
 
   // Reads a small gradient together with those that came before it, once they are worth a call.
@@ -256,7 +218,7 @@ class GradientWatch {
     return std::exchange(gathered_, {});
   }
 
-  static py::object Gradient(const Weight& weight) { return GradientOf(weight.parameter); }
+  static bool HasGradient(const Weight& weight) { return !Gradient(weight.parameter, weight.was_plain).is_none(); }
 
   // Of the weights of a backward that ended, those that wait for no other in this step. Not every weight takes part in
   // every backward (experts, heads of several tasks): after the last backward none waits any longer.
@@ -275,7 +237,7 @@ class GradientWatch {
     }
     if (!is_last) return due;
     for (const int64_t i : waiting_)
-      if (weights_[i].is_waiting && !Gradient(weights_[i]).is_none()) due.push_back(i);
+      if (weights_[i].is_waiting && HasGradient(weights_[i])) due.push_back(i);
     for (const int64_t i : waiting_) weights_[i].is_waiting = false;
     waiting_.clear();
     return due;
@@ -283,30 +245,29 @@ class GradientWatch {
 
   void Read(const std::vector<int64_t>& indices, bool at_end) {
     std::vector<StepBuffer::Item> items;
-    std::vector<py::object> kept;  // the gradients that are read without the GIL
+    std::vector<Gradient> kept;  // the gradients that are read without the GIL
     int64_t bytes = 0;
     for (const int64_t i : indices) {
       Weight& weight = weights_[i];
-      py::object grad = Gradient(weight);
+      Gradient grad(weight.parameter, weight.was_plain);
       if (grad.is_none()) {
         if (at_end) gone_(i);
         continue;
       }
       TensorView view;
-      const bool is_plain = !weight.slots.empty() && ViewOf(grad.ptr(), &view) && view.is_contiguous &&
-                            view.numel == weight.rows * weight.cols && view.data != nullptr;
-      PyErr_Clear();  // what has no view is not plain
-      if (!is_plain) {
+      weight.was_plain = !weight.slots.empty() && grad.View(&view) && view.is_contiguous &&
+                         view.numel == weight.rows * weight.cols && view.data != nullptr;
+      if (!weight.was_plain) {
         ++num_reads;
         const auto [address, version] =
-            careful_(i, grad, weight.address, weight.version).cast<std::pair<uintptr_t, long>>();
+            careful_(i, grad.Object(), weight.address, weight.version).cast<std::pair<uintptr_t, long>>();
         weight.address = address;
         weight.version = version;
         continue;
       }
       const auto address = reinterpret_cast<uintptr_t>(view.data);
       // Nobody compares with what is read first at the end: until autograd adds again it is not read again.
-      const long version = at_end && weight.version < 0 ? 0 : VersionOf(grad.ptr());
+      const long version = at_end && weight.version < 0 ? 0 : grad.Version();
       if (version >= 0 && weight.version == version && weight.address == address) continue;
       weight.address = address;
       weight.version = version;
@@ -316,7 +277,6 @@ class GradientWatch {
       bytes += view.numel * ElementBytes(view.dtype);
       kept.push_back(std::move(grad));
     }
-    PyErr_Clear();
     if (items.empty()) return;
     const py::gil_scoped_release release;
     if (items.size() == 1)
@@ -328,9 +288,8 @@ class GradientWatch {
   const py::object buffer_owner_;
   StepBuffer* const buffer_;
   const bool early_;
-  py::object queue_, ended_, begins_, careful_, gone_, need_, missed_, failed_;
+  py::object queue_, ended_, begins_, careful_, gone_, failed_;
   std::vector<Weight> weights_;
-  UsualBackwards usual_;
   // Backwards whose end is being waited for, with the weights they have added to. Reentrant checkpointing runs one
   // backward inside another; one that raised never ends, and is forgotten with the step.
   std::map<int64_t, std::vector<int64_t>> dirty_;
@@ -388,10 +347,7 @@ struct Hook {
 
 PyObject* Accumulated(PyObject* self, PyObject*) {
   const auto& hook = *static_cast<Hook*>(PyCapsule_GetPointer(self, nullptr));
-  if (hook.watch->active)
-    hook.watch->Timed([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
-  else
-    hook.watch->Skip();
+  if (hook.watch->active) hook.watch->Timed([&] { hook.watch->Accumulated(hook.weight, hook.owner); });
   Py_RETURN_NONE;
 }
 
@@ -408,13 +364,11 @@ py::object MakeHook(const py::object& watch, int64_t weight) {
 }  // namespace
 
 void BindGradients(py::module_& m) {
+  m.def("use_handles", &UseHandles);
   py::class_<GradientWatch>(m, "GradientWatch")
       .def(py::init<py::object, const std::vector<GradientWatch::WeightTuple>&, bool, py::object, py::object,
-                    py::object, py::object, py::object, py::object, py::object, py::object>())
+                    py::object, py::object, py::object, py::object>())
       .def_readwrite("active", &GradientWatch::active)
-      .def_property_static(
-          "num_alike", [](const py::object&) { return UsualBackwards::num_alike; },
-          [](const py::object&, int64_t number) { UsualBackwards::num_alike = number; })
       .def_readwrite("num_threads", &GradientWatch::num_threads)
       .def_readwrite("seconds", &GradientWatch::seconds)
       .def_readonly("num_reads", &GradientWatch::num_reads)

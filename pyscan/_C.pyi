@@ -1,7 +1,7 @@
 """Types of the compiled core."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,10 +112,10 @@ def use_torch(
     is_native: bool,
     /,
 ) -> None: ...
+def use_handles(parameter: Any, make_handle: Callable[[Any], Any] | None, /) -> bool: ...
 def torch_state() -> tuple[bool, int, bool]: ...  # (grad is enabled, graph task, is tracing), as the hooks see it
 
 class GradientWatch:
-    num_alike: ClassVar[int]
     active: bool
     num_threads: int
     seconds: float
@@ -129,8 +129,6 @@ class GradientWatch:
         begins: Callable[[int], None],
         careful: Callable[[int, Any, int, int], tuple[int, int]],
         gone: Callable[[int], None],
-        need: Callable[[list[int]], None],
-        missed: Callable[[], None],
         failed: Callable[[Exception], None],
         /,
     ) -> None: ...

@@ -164,16 +164,13 @@ class StepBuffer(RowCells):
         begins: Callable[[int], None],
         careful: Callable[[int, torch.Tensor, int, int], tuple[int, int]],
         gone: Callable[[int], None],
-        need: Callable[[list[int]], None],
-        missed: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> _C.GradientWatch:
         """What reads plain gradients of (parameter, slots, rows, columns, at once) by itself; `early`: nothing changes
         a gradient after autograd has added to it. It settles each backward at its end and calls `ended`; where that is
-        None, `begins` is called at the first gradient of each, and whoever is told settles it. `need` is told which
-        weights need hooks from now on, all if there are none, and `missed` that gradients may have been missed."""
+        None, `begins` is called at the first gradient of each, and whoever is told settles it."""
         queue = Variable._execution_engine.queue_callback
-        return _C.GradientWatch(self._native, weights, early, queue, ended, begins, careful, gone, need, missed, failed)
+        return _C.GradientWatch(self._native, weights, early, queue, ended, begins, careful, gone, failed)
 
     def plain_step(
         self,

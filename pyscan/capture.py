@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyscan import _C
-from pyscan.engine import DTYPES
+from pyscan import _C, torch_access  # noqa: F401  compiled code asks torch
 from pyscan.engines import Buffer
 from pyscan.placement import Placements
 from pyscan.shards import fitted, to_local
@@ -28,16 +27,6 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_tracing = torch._C._get_tracing_state
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-_C.use_torch(
-    Tensor,
-    _is_grad_enabled,
-    _graph_task,
-    _is_tracing,
-    tuple(DTYPES),
-    getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    True,
-)
 
 
 class Capture:

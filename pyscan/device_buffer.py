@@ -190,12 +190,10 @@ class DeviceBuffer(RowCells):
         begins: Callable[[int], None],
         careful: Callable[[int, Tensor, int, int], tuple[int, int]],
         gone: Callable[[int], None],
-        need: Callable[[list[int]], None],
-        missed: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> DeviceGradientWatch:
         """What reads gradients of (parameter, slots, rows, columns, early) when they are due; whoever `begins` tells of
-        a backward settles it. It needs the hooks of all weights."""
+        a backward settles it."""
         return DeviceGradientWatch(self, weights, begins, careful, gone, failed)
 
     def watch_grad(self, slots: Sequence[int], grad: Tensor) -> None:

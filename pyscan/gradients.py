@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from pyscan import torch_access  # noqa: F401  compiled code asks torch
 from pyscan.engine import DTYPES
 from pyscan.engines import Buffer
 from pyscan.shards import is_sharded, is_unreduced, part_like, to_local
@@ -43,7 +43,7 @@ class Weight:
 
 
 class GradientReader:
-    """Post-accumulate hooks on the trainable weights, and the callback at the end of a backward.
+    """Post-accumulate hooks on every trainable weight, and the callback at the end of a backward.
 
     What is plain is decided and read in compiled code, bindings_gradients.cpp; here is the rest.
     """
@@ -58,7 +58,6 @@ class GradientReader:
         on_backward: Callable[[], None],
         on_error: Callable[[Exception], None],
         on_unreduced: Callable[[Site], None] = lambda site: None,
-        on_missed: Callable[[], None] = lambda: None,
     ) -> None:
         self._buffer = buffer
         self._on_unreduced = on_unreduced
@@ -69,36 +68,16 @@ class GradientReader:
         self.weights = [Weight(parameter, members) for parameter, members in _by_parameter(sites)]
         described = [self._describe(weight) for weight in self.weights]
         ended = on_backward if early and not waits else None
-        self.state = buffer.watch_gradients(
-            described, early, ended, self._begins, self._careful, self._gone, self._need, on_missed, on_error
-        )
-        self._hooks: dict[int, Any] = {}  # by weight
-        self._arriving: list[Any] = []
-        self._add_hooks()
-
-    @property
-    def num_hooks(self) -> int:
-        return len(self._hooks)
+        self.state = buffer.watch_gradients(described, early, ended, self._begins, self._careful, self._gone, on_error)
+        self._handles = [
+            weight.parameter.register_post_accumulate_grad_hook(self.state.hook(index))  # type: ignore[no-untyped-call]
+            for index, weight in enumerate(self.weights)
+        ]
 
     def remove(self) -> None:
-        for handle in (*self._hooks.values(), *self._arriving):
+        for handle in self._handles:
             handle.remove()
         self.state.close()
-
-    def _add_hooks(self) -> None:
-        for index, weight in enumerate(self.weights):
-            if index not in self._hooks:
-                hook = self.state.hook(index)
-                add = weight.parameter.register_post_accumulate_grad_hook
-                self._hooks[index] = add(hook)  # type: ignore[no-untyped-call]
-
-    def _need(self, weights: list[int]) -> None:
-        """From now on only the hooks of these weights are needed; those of all if there are none."""
-        if not weights:
-            self._add_hooks()
-            return
-        for index in self._hooks.keys() - set(weights):
-            self._hooks.pop(index).remove()
 
     def sites_of(self, weights: Sequence[int]) -> list[int]:
         """The sites that are filled by weights, which the state knows by their number."""
@@ -169,7 +148,7 @@ class GradientReader:
             except Exception as error:
                 self._on_error(error)
 
-        self._arriving.append(weight.parameter.register_hook(arriving))  # type: ignore[no-untyped-call]
+        self._handles.append(weight.parameter.register_hook(arriving))  # type: ignore[no-untyped-call]
 
 
 def _queue(work: Callable[[], None]) -> None:

@@ -251,7 +251,7 @@ class Scanner:
         seconds += self._step_seconds
         self._step_seconds = 0.0
         # A forward calls each hook once, the optimizer's are called once in a step.
-        num_hooks = (self._num_hooks + self._gradients.num_hooks) * num_forwards + self._num_step_hooks * num_steps
+        num_hooks = self._num_hooks * num_forwards + self._num_step_hooks * num_steps
         return seconds, num_hooks * self._seconds_per_hook
 
     @property
@@ -411,7 +411,6 @@ class Scanner:
             on_backward=self._capture.state.forget,
             on_error=self._fail,
             on_unreduced=self._is_unreduced,
-            on_missed=self._gradients_missed,
         )
         self._endings.append(self._gradients.remove)
         if is_distributed():
@@ -434,9 +433,9 @@ class Scanner:
             plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, and one for each lookup; those of gradients are counted when they are needed. The
-        # shortcut of hooks.py, by which inputs come, is timed with what it brings.
-        self._num_hooks = 2 + sum(site.observe == "lookup" for site in sites)
+        # Of the model itself two, one for each lookup and gradient. The shortcut of hooks.py, by which inputs come, is
+        # timed with what it brings.
+        self._num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
         self._state = ModelState(self._model, sites)
         self._plain = self._plain_step()
         self._num_threads = 0
@@ -524,13 +523,6 @@ class Scanner:
         if self._inventory.coverage.get(site.name) == "scanned":
             self._inventory.coverage[site.name] = f"activation only: {reason}"
             self._event("note", site=site.name, text=f"{site.name!r}: {reason}.")
-
-    def _gradients_missed(self) -> None:
-        text = (
-            "a backward has gone another way than all before it: gradients of this row may lack what it added. From "
-            "now on every gradient is followed by itself."
-        )
-        self._event("note", text=text)
 
     def _step_begins(self, unscaled: bool) -> None:
         start = _clock()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pyscan
-from pyscan import _C, hooks
-from pyscan.engine import DTYPES
+from pyscan import _C, hooks, torch_access
 
 
 def chain() -> nn.Sequential:
@@ -183,10 +182,9 @@ def test_torch_is_asked_the_same_by_both_ways() -> None:
         torch.jit.trace(lambda y: answers.append(_C.torch_state()) or y + 1, torch.ones(1), check_trace=False)
         return answers
 
-    ways = [Tensor, torch.is_grad_enabled, torch._C._current_graph_task_id, torch._C._get_tracing_state, tuple(DTYPES)]
     try:
-        _C.use_torch(*ways, None, False)
+        torch_access.use_torch(is_native=False)
         assert asked() == [(True, -1, False), (False, -1, False), (True, -1, True)]
     finally:
-        _C.use_torch(*ways, getattr(Tensor, "__dlpack_c_exchange_api__", None), True)
+        torch_access.use_torch()
     assert asked() == [(True, -1, False), (False, -1, False), (True, -1, True)]

@@ -1,0 +1,166 @@
+"""A gradient tells the same by its handle as by its Python object, whatever becomes of it from step to step."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyscan
+from pyscan import torch_access
+
+# Of two layers, one is read at once and one at the end of the backward.
+LARGE, SMALL = 300, 20
+
+
+@pytest.fixture(autouse=True, params=["by handle", "by object"])
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    wanted = request.param == "by handle"
+    assert torch_access.use_handles(is_native=wanted) == wanted
+    yield
+    torch_access.use_handles()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(LARGE, LARGE, bias=False), nn.Linear(LARGE, SMALL, bias=False))
+
+
+def norms(model: nn.Module) -> list[float | None]:
+    return [None if p.grad is None else p.grad.to_dense().double().norm().item() for p in model.parameters()]
+
+
+def recorded(scan: pyscan.Scanner) -> list[float | None]:
+    return [one["grad_norm"] for one in scan.latest()["param_stats"].values()]
+
+
+def check(scan: pyscan.Scanner, want: list[float | None]) -> None:
+    scan.step()
+    assert recorded(scan) == [None if norm is None else pytest.approx(norm, rel=1e-5) for norm in want]
+
+
+def backward(model: nn.Module, step: int = 1) -> None:
+    model(torch.full((4, LARGE), float(step))).square().sum().backward()
+
+
+def test_new_gradients_and_gradients_that_are_added_to() -> None:
+    model = make_model()
+    with pyscan.attach(model) as scan:
+        for step in range(1, 7):
+            backward(model, step)
+            want = norms(model)
+            check(scan, want)
+            if step % 2:
+                model.zero_grad()
+
+
+def changed_in_place(parameter: Tensor) -> None:
+    parameter.grad.mul_(3.0)
+
+
+def replaced(parameter: Tensor) -> None:
+    parameter.grad = parameter.grad * 3.0
+
+
+@pytest.mark.parametrize("change", [changed_in_place, replaced])
+def test_a_gradient_that_changes_after_it_was_read_is_read_again(change: Callable[[Tensor], None]) -> None:
+    model = make_model()
+    with pyscan.attach(model) as scan:
+        for step in range(1, 4):
+            if step == 3:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(change)  # type: ignore[no-untyped-call]
+            backward(model, step)
+            check(scan, norms(model))
+            model.zero_grad()
+
+
+def no_neighbours(grad: Tensor) -> Tensor:
+    return grad.t().contiguous().t()
+
+
+def every_other(grad: Tensor) -> Tensor:
+    return grad.repeat_interleave(2, dim=1)[:, ::2]
+
+
+def of_rows(grad: Tensor) -> Tensor:
+    return grad.to_sparse(1)
+
+
+@pytest.mark.parametrize("other", [no_neighbours, every_other, of_rows, torch.clone])
+def test_a_gradient_that_is_laid_out_otherwise_than_in_the_step_before(other: Callable[[Tensor], Tensor]) -> None:
+    model = make_model()
+    with pyscan.attach(model) as scan:
+        for step in range(1, 5):
+            backward(model, step)
+            want = norms(model)
+            model.zero_grad()
+            if step == 3:  # it comes by the hand of a hook, in the place of what autograd would have kept
+                put = functools.partial(_put, other)
+                handles = [p.register_post_accumulate_grad_hook(put) for p in model.parameters()]
+            backward(model, step)
+            check(scan, want)
+            model.zero_grad()
+            if step == 3:
+                for handle in handles:
+                    handle.remove()
+
+
+def _put(other: Callable[[Tensor], Tensor], parameter: Tensor) -> None:
+    parameter.grad = other(parameter.grad)
+
+
+def test_a_gradient_that_is_missing_in_some_steps() -> None:
+    model = make_model()
+    with pyscan.attach(model) as scan:
+        for step in range(1, 6):
+            if step % 2:
+                backward(model, step)
+            else:
+                model[1](model[0](torch.ones(4, LARGE)).detach()).square().sum().backward()
+            want = norms(model)
+            assert (want[0] is None) == (step % 2 == 0)
+            check(scan, want)
+            model.zero_grad()
+
+
+def test_a_gradient_without_a_count_of_writes() -> None:
+    """One that was made in inference mode."""
+    model = make_model()
+    with pyscan.attach(model) as scan:
+        for step in range(1, 4):
+            if step == 3:
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(uncounted)  # type: ignore[no-untyped-call]
+            backward(model, step)
+            check(scan, norms(model))
+            model.zero_grad()
+
+
+def uncounted(parameter: Tensor) -> None:
+    with torch.inference_mode():
+        parameter.grad = parameter.grad * 3.0
+
+
+def test_a_model_that_is_cast_between_steps() -> None:
+    model = make_model()
+    with pyscan.attach(model) as scan:
+        for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float64):
+            model.to(dtype)
+            model(torch.ones(4, LARGE, dtype=dtype)).square().sum().backward()
+            check(scan, norms(model))
+            model.zero_grad()
+
+
+def test_no_gradient_is_kept() -> None:
+    model = make_model()
+    backward(model)
+    want = [p.grad._use_count() for p in model.parameters()]
+    with pyscan.attach(model) as scan:
+        for step in range(1, 4):
+            model.zero_grad()
+            backward(model, step)
+            assert [p.grad._use_count() for p in model.parameters()] == want
+            scan.step()
+            assert [p.grad._use_count() for p in model.parameters()] == want
