@@ -6,7 +6,7 @@ import torch
 
 import pyscan
 from pyscan import _C, threads
-from pyscan.capture import DTYPES
+from pyscan.engine import DTYPES
 from tests import families
 
 
