@@ -133,11 +133,14 @@ bool TellTheSame(PyObject* parameter, PyObject* grad) {
 bool UseHandles(const py::object& parameter, const py::object& make_handle) {
   are_handles_used = false;
   if (make_handle.is_none() || !HasTorch() || !Torch().AreThere()) return false;
-  const py::object grad = GradientOf(parameter);
-  if (!IsTensor(grad.ptr())) return false;
-  const bool are_held = HoldsTensor(parameter.ptr(), make_handle) && HoldsTensor(grad.ptr(), make_handle);
-  are_handles_used = are_held && TellTheSame(parameter.ptr(), grad.ptr());
-  PyErr_Clear();
+  try {
+    const py::object grad = GradientOf(parameter);
+    if (!IsTensor(grad.ptr())) return false;
+    const bool are_held = HoldsTensor(parameter.ptr(), make_handle) && HoldsTensor(grad.ptr(), make_handle);
+    are_handles_used = are_held && TellTheSame(parameter.ptr(), grad.ptr());
+    PyErr_Clear();
+  } catch (const py::error_already_set&) {  // another torch may make no handles, or not of these
+  }
   return are_handles_used;
 }
 

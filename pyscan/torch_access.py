@@ -30,8 +30,8 @@ def use_handles(*, is_native: bool = True) -> bool:
     """Look at gradients without their Python objects, if compiled code finds the same in one as Python does."""
     parameter = nn.Parameter(torch.zeros(2, 3, dtype=torch.float32, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
-    make_handle = getattr(torch._C._aoti, "unsafe_alloc_void_ptr_from_tensor", None) if is_native else None
-    return _C.use_handles(parameter, make_handle)
+    make_handle = getattr(getattr(torch._C, "_aoti", None), "unsafe_alloc_void_ptr_from_tensor", None)
+    return _C.use_handles(parameter, make_handle if is_native else None)
 
 
 use_torch()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import pyscan
-from pyscan import torch_access
+from pyscan import _C, torch_access
 
 # Of two layers, one is read at once and one at the end of the backward.
 LARGE, SMALL = 300, 20
@@ -20,6 +20,21 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     assert torch_access.use_handles(is_native=wanted) == wanted
     yield
     torch_access.use_handles()
+
+
+def another_torch(x: Tensor) -> object:
+    raise TypeError("handles are made otherwise")
+
+
+def of_another_tensor(x: Tensor) -> object:
+    return torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(torch.ones(1))
+
+
+@pytest.mark.parametrize("make_handle", [another_torch, of_another_tensor, lambda x: None])
+def test_a_torch_whose_handles_are_not_as_thought_is_asked_for_objects(make_handle: Callable[[Tensor], object]) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    assert not _C.use_handles(parameter, make_handle)
 
 
 def make_model() -> nn.Sequential:
