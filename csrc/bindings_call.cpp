@@ -10,6 +10,7 @@
 #include "bindings.h"
 #include "bindings_observe.h"
 #include "bindings_tensor.h"
+#include "stopwatch.h"
 
 namespace py = pybind11;
 
@@ -70,10 +71,10 @@ bool IsAlone(const Caller& caller, Watched& watched, PyObject* attributes) {
 
 // Gives the input to the probe; false, perhaps with an error set, if all of the call is left to torch.
 bool See(const Caller& caller, Watched& watched, PyObject* module, PyObject* input) {
-  const auto start = Clock::now();
+  const Stopwatch watch;
   const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes || !IsAlone(caller, watched, attributes.ptr())) return false;
-  PyObject* seen = watched.observer != nullptr ? SeeSince(start, *watched.observer, input)
+  PyObject* seen = watched.observer != nullptr ? SeeSince(watch, *watched.observer, input)
                                                : PyObject_CallOneArg(watched.see.ptr(), input);
   Py_XDECREF(seen);
   return seen != nullptr;

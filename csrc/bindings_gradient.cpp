@@ -144,6 +144,11 @@ bool UseHandles(const py::object& parameter, const py::object& make_handle) {
   return are_handles_used;
 }
 
+long VersionByHandle(PyObject* x) {
+  if (!are_handles_used || !IsTensor(x)) return VersionOf(x);
+  return VersionBy(reinterpret_cast<char*>(x) + sizeof(PyObject));
+}
+
 Gradient::Gradient(const py::object& parameter, bool by_handle) : parameter_(parameter) {
   if (!by_handle || !are_handles_used) {
     object_ = GradientOf(parameter);

@@ -15,6 +15,9 @@ namespace pyscan {
 // returns a capsule with a new handle of a tensor, or None.
 bool UseHandles(const pybind11::object& parameter, const pybind11::object& make_handle);
 
+// As `VersionOf`, by the handle of a tensor where handles may be used, and then without an error.
+long VersionByHandle(PyObject* x);
+
 // Keeps the gradient alive that a parameter has when it is made.
 class Gradient {
  public:

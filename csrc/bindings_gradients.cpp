@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <exception>
 #include <map>
 #include <memory>
@@ -18,6 +17,7 @@
 #include "bindings_gradient.h"
 #include "bindings_tensor.h"
 #include "step_buffer.h"
+#include "stopwatch.h"
 
 namespace py = pybind11;
 
@@ -67,6 +67,7 @@ class GradientWatch {
         careful_(std::move(careful)),
         gone_(std::move(gone)),
         failed_(std::move(failed)) {
+    Stopwatch::Calibrate();
     for (const auto& [parameter, slots, rows, cols, read_at_once] : weights)
       weights_.push_back({parameter, slots, rows, cols, read_at_once, NumBytes(slots, rows, cols)});
   }
@@ -170,9 +171,9 @@ class GradientWatch {
   // Runs `work` and counts its time; no exception of it reaches autograd.
   template <typename Work>
   void Timed(const Work& work) {
-    const auto start = std::chrono::steady_clock::now();
+    const Stopwatch watch;
     Guarded(work);
-    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    seconds += watch.Seconds();
   }
 
   // Runs `work`; no exception of it reaches autograd.

@@ -9,7 +9,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <memory>
 #include <string>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_gradient.h"
 #include "bindings_tensor.h"
 #include "reduce.h"
 #include "step_buffer.h"
@@ -52,7 +52,7 @@ bool Record(const Observer& observer, PyObject* x) {
   if (state.has_mask || GraphTask() != -1) return false;
   // A trace begins with no input before it, and what is not recorded never becomes the last one.
   if (state.last.is_none() && IsTracing()) return false;
-  const long version = VersionOf(x);
+  const long version = VersionByHandle(x);
   if (IsLast(state, x, version)) {
     observer.buffer->Repeat(observer.site);
   } else {
@@ -100,16 +100,16 @@ bool Take(const Observer& observer, PyObject* x) {
 
 }  // namespace
 
-PyObject* SeeSince(Clock::time_point start, const Observer& observer, PyObject* x) {
+PyObject* SeeSince(const Stopwatch& watch, const Observer& observer, PyObject* x) {
   PyObject* result = Take(observer, x) ? Py_NewRef(Py_None) : PyObject_CallOneArg(observer.owners[2].ptr(), x);
-  observer.state->seconds += std::chrono::duration<double>(Clock::now() - start).count();
+  observer.state->seconds += watch.Seconds();
   return result;
 }
 
 namespace {
 
 PyObject* See(PyObject* self, PyObject* x) {
-  return SeeSince(Clock::now(), *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr)), x);
+  return SeeSince(Stopwatch(), *static_cast<Observer*>(PyCapsule_GetPointer(self, nullptr)), x);
 }
 
 PyMethodDef see_definition = {"see", See, METH_O, "Called with every tensor that is about to meet the weight."};
@@ -147,6 +147,7 @@ double EndStep(CaptureState& state) {
 void BindObserve(py::module_& m) {
   py::class_<CaptureState>(m, "CaptureState")
       .def(py::init([](int64_t num_sites) {
+        Stopwatch::Calibrate();
         auto state = std::make_unique<CaptureState>();
         state->direct = py::reinterpret_steal<py::bytearray>(PyByteArray_FromStringAndSize(nullptr, num_sites));
         std::fill_n(PyByteArray_AS_STRING(state->direct.ptr()), num_sites, 0);

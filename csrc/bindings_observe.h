@@ -3,11 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "stopwatch.h"
 
 namespace pyscan {
 
@@ -57,12 +58,10 @@ double EndStep(CaptureState& state);
 // True if `x`, which counts `version` writes, is the last input as it was read, and this thread has read it.
 bool IsLast(const CaptureState& state, PyObject* x, long version);
 
-using Clock = std::chrono::steady_clock;
-
 struct Observer;
 // What an observer of make_observer has behind it; nullptr for any other callable.
 const Observer* ObserverOf(PyObject* see);
-// Gives it an input; the call that brings it began at `start`. None, or nullptr with an error set.
-PyObject* SeeSince(Clock::time_point start, const Observer& observer, PyObject* x);
+// Gives it an input; `watch` was made when the call that brings it began. None, or nullptr with an error set.
+PyObject* SeeSince(const Stopwatch& watch, const Observer& observer, PyObject* x);
 
 }  // namespace pyscan

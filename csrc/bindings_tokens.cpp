@@ -6,7 +6,6 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 #include <memory>
 #include <stdexcept>
@@ -18,6 +17,7 @@
 #include "bindings_observe.h"
 #include "bindings_tensor.h"
 #include "row_norms.h"
+#include "stopwatch.h"
 
 namespace py = pybind11;
 
@@ -63,10 +63,6 @@ py::array_t<double> SumMatrix(uintptr_t address, int dtype, int64_t rows, int64_
   const Matrix x{reinterpret_cast<const void*>(address), static_cast<DType>(dtype), rows, cols, row_stride, col_stride};
   return Sum(x, block, per_block, num_threads);
 }
-
-using Clock = std::chrono::steady_clock;
-
-double SecondsSince(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // Where the taps of one scanner put their calls.
 struct TokenCalls {
@@ -127,7 +123,7 @@ PyObject* Arrive(PyObject* self, PyObject* grads) {
   auto& arrival = Self<Arrival>(self);
   CaptureState& state = *arrival.calls->state;
   if (!state.active) Py_RETURN_NONE;
-  const auto start = Clock::now();
+  const Stopwatch watch;
   bool is_added = false;
   auto g = py::reinterpret_steal<py::object>(PySequence_GetItem(grads, arrival.number));
   if (!g) g = py::none();
@@ -139,7 +135,7 @@ PyObject* Arrive(PyObject* self, PyObject* grads) {
   PyObject* result = is_added
                          ? Py_NewRef(Py_None)
                          : PyObject_CallFunctionObjArgs(arrival.arrived.ptr(), arrival.call.ptr(), g.ptr(), nullptr);
-  state.seconds += SecondsSince(start);
+  state.seconds += watch.Seconds();
   return result;
 }
 
@@ -178,14 +174,14 @@ PyObject* After(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   if (num_args != 2) return PyErr_SetString(PyExc_TypeError, "an input and an output are needed"), nullptr;
   CaptureState& state = *tap.calls->state;
   if (!state.active) Py_RETURN_NONE;
-  const auto start = Clock::now();
+  const Stopwatch watch;
   bool is_recorded = false;
   try {
     is_recorded = Record(tap, args[0], args[1]);
   } catch (const std::exception&) {
   }
   PyErr_Clear();  // as above
-  state.seconds += SecondsSince(start);
+  state.seconds += watch.Seconds();
   if (is_recorded) Py_RETURN_NONE;
   return PyObject_CallFunctionObjArgs(tap.careful.ptr(), args[0], args[1], nullptr);
 }

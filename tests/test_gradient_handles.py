@@ -1,4 +1,4 @@
-"""A gradient tells the same by its handle as by its Python object, whatever becomes of it from step to step."""
+"""A gradient, or an input, tells the same by its handle as by its Python object, whatever becomes of it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -167,3 +167,46 @@ def test_no_gradient_is_kept() -> None:
             assert [p.grad._use_count() for p in model.parameters()] == want
             scan.step()
             assert [p.grad._use_count() for p in model.parameters()] == want
+
+
+class TwoReaders(nn.Module):
+    """Two weights that meet one input; something may happen to it in between."""
+
+    def __init__(self, between: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(LARGE, SMALL).requires_grad_(False) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        self.between(x)
+        return y + self.second(x)
+
+
+def left_alone(x: Tensor) -> None:
+    pass
+
+
+def written_to(x: Tensor) -> None:
+    with torch.inference_mode(x.is_inference()):
+        x.mul_(3.0)
+
+
+def written_to_through_a_view(x: Tensor) -> None:
+    with torch.inference_mode(x.is_inference()):
+        x[:, 1:].zero_()
+
+
+@pytest.mark.parametrize("between", [left_alone, written_to, written_to_through_a_view])
+@pytest.mark.parametrize("counts_writes", [True, False])
+def test_an_input_is_read_again_where_it_was_written_to(between: Callable[[Tensor], None], counts_writes: bool) -> None:
+    model = TwoReaders(between)
+    with torch.inference_mode(not counts_writes):
+        x = torch.randn(4, LARGE)
+    want = [x.norm().item()]
+    with pyscan.attach(model) as scan:
+        model(x)
+        scan.step()
+        stats = scan.latest()["param_stats"]
+    want.append(x.norm().item())
+    assert [one["activation_norm"] for one in stats.values()] == pytest.approx(want, rel=1e-5)

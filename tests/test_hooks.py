@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -188,3 +189,16 @@ def test_torch_is_asked_the_same_by_both_ways() -> None:
     finally:
         torch_access.use_torch()
     assert asked() == [(True, -1, False), (False, -1, False), (True, -1, True)]
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.05])
+def test_what_an_input_takes_is_counted_as_the_clock_counts_it(seconds: float) -> None:
+    """In compiled code, which counts by the processor's own counter."""
+    state = _C.CaptureState(1)
+    buffer = _C.StepBuffer(3, [])
+    see = _C.make_observer(buffer, state, 0, 8, lambda x: time.sleep(seconds))
+    start = time.perf_counter()
+    see("not a tensor, so all of it is left to that function")
+    elapsed = time.perf_counter() - start
+    assert seconds <= state.seconds * 1.001
+    assert state.seconds <= elapsed * 1.001
