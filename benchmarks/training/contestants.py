@@ -214,6 +214,7 @@ class Contestant:
     can_compile: bool = True  # it sees something of a compiled model
     is_alone: bool = False  # it changes more of its process than its model, and gets one of its own
     steps_per_turn: int = 1  # at least, so that a turn holds scanned and other steps in their proportion
+    warmup_steps: int = 4  # until it takes its steps as it always will
 
 
 def foreign(attach: Callable[[Training, Path], Attached], records: str, *, is_alone: bool = False) -> Contestant:
@@ -228,7 +229,9 @@ CONTESTANTS = {
     "pyscan per tensor": Contestant(scanner(block=0), "norms of inputs and weight gradients, maxima, bad values"),
     "pyscan tokens": Contestant(scanner(tokens=True), BLOCKS + "; per token: input and gradient norm of every weight"),
     "pyscan every 10th": Contestant(scanner(every=10), BLOCKS + "; every 10th step", steps_per_turn=10),
-    "pyscan budget": Contestant(scanner_budget, BLOCKS + "; as often as the budget allows", steps_per_turn=WINDOW),
+    "pyscan budget": Contestant(
+        scanner_budget, BLOCKS + "; as often as the budget allows", steps_per_turn=WINDOW, warmup_steps=3 * WINDOW
+    ),
     "pyscan off": Contestant(scanner_off, "nothing: attached and paused"),
     "plain torch": foreign(plain_torch, "norms of inputs and weight gradients, in memory"),
     "naive torch": foreign(naive_torch, "norms of inputs and weight gradients, as text"),

@@ -19,7 +19,6 @@ from benchmarks.training.models import MODELS
 from benchmarks.training.ratios import BARE, Taken, is_settled, ratios
 from benchmarks.training.worker import Host
 
-WARMUP_TURNS = 3
 LAUNCHES = 4
 LAUNCH_SECONDS = 90.0  # at least: starting takes some of it
 
@@ -61,8 +60,7 @@ class Comparison:
         for name in order:
             try:
                 hosts[name].ask("join", name)
-                for _ in range(WARMUP_TURNS):
-                    hosts[name].ask("turn", name, self.num_steps)
+                hosts[name].ask("turn", name, CONTESTANTS[name].warmup_steps)
             except RuntimeError as error:
                 if name in BARE:
                     raise
