@@ -86,12 +86,36 @@ def _tensors(network: nn.Module) -> list[Tensor]:
     return [*network.parameters(), *network.buffers()]
 
 
-def step(training: Training, *, accumulate: int = 1, after_step: Callable[[], None] = nothing) -> Tensor:
-    """The loss. `after_step` is called between the optimizer's step and zero_grad."""
+def mark_layers(network: nn.Module, mark: Callable[[], None]) -> None:
+    """Have `mark` called whenever the hidden states come to another layer, and when their gradients come back."""
+
+    def comes(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mark()
+        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden.register_hook(lambda gradient: mark())
+
+    decoder: Any = network.model
+    for module in (*decoder.layers, decoder.norm):
+        module.register_forward_pre_hook(comes, with_kwargs=True)
+
+
+def step(
+    training: Training,
+    *,
+    accumulate: int = 1,
+    after_step: Callable[[], None] = nothing,
+    mark: Callable[[], None] = nothing,
+) -> Tensor:
+    """The loss. `after_step` is called between the optimizer's step and zero_grad, `mark` between any two parts."""
+    mark()
     for _ in range(accumulate):
         loss: Tensor = training.model(input_ids=training.ids, labels=training.ids).loss
+        mark()
         loss.backward()
+        mark()
     training.optimizer.step()
     after_step()
+    mark()
     training.optimizer.zero_grad(set_to_none=True)
+    mark()
     return loss.detach()

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.training.contestants import CONTESTANTS
 from benchmarks.training.models import MODELS
 from benchmarks.training.ratios import BARE, Taken, is_settled, ratios
@@ -98,7 +100,7 @@ def compare(
         "launches": comparison.num_launches,
         "steps_per_turn": comparison.num_steps,
         "settled": is_settled(found),
-        "bare_ms": statistics.median(comparison.taken["bare"].wall) * 1e3,
+        "bare_ms": float(np.median(comparison.taken["bare"].seconds("wall").sum(axis=1))) * 1e3,
         "unavailable": comparison.unavailable,
         "contestants": {
             name: {

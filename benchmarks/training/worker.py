@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.training import models
 from benchmarks.training.billing import watch
 from benchmarks.training.contestants import CONTESTANTS
 from benchmarks.training.models import MODELS, Training
+from benchmarks.training.ratios import CLOCKS, Floats
 
 # glibc gives the gradients' memory back to the system when they are freed and asks for it again in the next step:
 # 10,000 to 30,000 page faults, another number in every step and process, with every contestant and without one.
@@ -39,10 +41,25 @@ class Player:
         self.attached, self.background = watch(lambda: CONTESTANTS[name].attach(training, directory))
         self.num_steps = 0
 
-    def steps(self, num_steps: int, accumulate: int) -> list[torch.Tensor]:
-        self.num_steps += num_steps
-        after_step = self.attached.after_step
-        return [models.step(self.training, accumulate=accumulate, after_step=after_step) for _ in range(num_steps)]
+    def step(self, accumulate: int, mark: Callable[[], None]) -> torch.Tensor:
+        self.num_steps += 1
+        return models.step(self.training, accumulate=accumulate, after_step=self.attached.after_step, mark=mark)
+
+
+class Marks:
+    """When steps came to their marks, by the clocks of `CLOCKS`: what lies between two marks is a stretch."""
+
+    def __init__(self) -> None:
+        self._moments: list[tuple[float, float]] = []
+
+    def mark(self) -> None:
+        self._moments.append((time.perf_counter(), time.process_time()))
+
+    def take(self, num_steps: int) -> Floats:
+        """[clocks, stretches]: seconds of the stretches of a step, the mean of so many steps."""
+        moments, self._moments = np.array(self._moments), []
+        stretches: Floats = np.diff(moments.reshape(num_steps, -1, len(CLOCKS)), axis=1).mean(axis=0).T
+        return stretches
 
 
 class Worker:
@@ -53,12 +70,15 @@ class Worker:
         models.step(self._common)
         self._accumulate = accumulate
         self._compiled = compiled
+        self._marks = Marks()
         self._players: dict[str, Player] = {}
         self._home = tempfile.TemporaryDirectory(prefix="pyscan-bench-")
 
     def join(self, name: str) -> None:
         """Attach a contestant to a twin of its own."""
         training = models.twin(self._common, compiled=self._compiled)
+        if not self._compiled:  # a hook in the middle would break its graph
+            models.mark_layers(training.network, self._marks.mark)
         self._players[name] = Player(name, training, Path(self._home.name) / name)
 
     def leave(self, name: str) -> dict[str, float]:
@@ -70,24 +90,25 @@ class Worker:
         return {"bytes_per_step": size / max(player.num_steps, 1), "values_per_step": values}
 
     def turn(self, name: str, num_steps: int) -> dict[str, Any]:
-        """Seconds of a step. `background` is what threads and processes of this contestant have used since its last
-        turn, which `processor` does not hold."""
+        """Seconds of a step, by stretches. `background` is what threads and processes of this contestant have used
+        since its last turn, which `processor` does not hold."""
         player = self._players[name]
         player.attached.begin_turn()
-        processor, wall = self._foreground_seconds(), time.perf_counter()
-        losses = player.steps(num_steps, self._accumulate)
-        wall, processor = time.perf_counter() - wall, self._foreground_seconds() - processor
+        threads = self._threads_seconds()
+        losses = [player.step(self._accumulate, self._marks.mark) for _ in range(num_steps)]
+        threads = (self._threads_seconds() - threads) / num_steps
+        wall, processor = self._marks.take(num_steps)
         return {
-            "wall": wall / num_steps,
-            "processor": processor / num_steps,
+            "wall": wall,
+            "processor": processor * (1 - threads / processor.sum()),
             "background": player.background.bill() / num_steps,
             "losses": [loss.item() for loss in losses],
             "claimed": player.attached.overhead() if player.attached.overhead else None,
         }
 
-    def _foreground_seconds(self) -> float:
-        """Of this process, without the threads of any contestant."""
-        return time.process_time() - sum(player.background.threads_seconds() for player in self._players.values())
+    def _threads_seconds(self) -> float:
+        """What the threads of all contestants have used, which is part of this process' time."""
+        return sum(player.background.threads_seconds() for player in self._players.values())
 
 
 class Host:
