@@ -71,11 +71,15 @@ class PlainStep {
     if (seen.is_none() && !pass_by_.is_none()) pass_by_(last_);
     const bool is_quiet = writer_ != nullptr && is_taken && seen.is_none() && num_quiet_ < kMostQuiet;
     if (!is_quiet || End()) return py::make_tuple(is_taken, std::move(seen));
-    const double now = Seconds();
-    spent_ += now - start;
-    elapsed_ += now - row_start;
-    ++num_quiet_;
+    Count(start, row_start);
     return py::none();
+  }
+
+  // Ends a step that has no row, with times as for Close; false if the caller has to end it.
+  bool LeaveOut(double start, double row_start) {
+    if (num_quiet_ >= kMostQuiet || End()) return false;
+    Count(start, row_start);
+    return true;
   }
 
   // Makes the hooks ready for the next step; true if the model has changed. Calling it twice is allowed.
@@ -95,6 +99,14 @@ class PlainStep {
   }
 
  private:
+  // A step of which there is nothing to say has ended.
+  void Count(double start, double row_start) {
+    const double now = Seconds();
+    spent_ += now - start;
+    elapsed_ += now - row_start;
+    ++num_quiet_;
+  }
+
   bool Write(uint64_t step, std::optional<uint64_t> tokens, std::optional<double> loss, std::optional<double> lr,
              const double* row) {
     const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -132,6 +144,7 @@ void BindStep(py::module_& m) {
   py::class_<PlainStep>(m, "PlainStep")
       .def(py::init<py::object, py::object, py::object, py::object, py::object, py::object, py::object, Ties>())
       .def("close", &PlainStep::Close)
+      .def("leave_out", &PlainStep::LeaveOut)
       .def("end", &PlainStep::End)
       .def("take_last", &PlainStep::TakeLast)
       .def("take_figures", &PlainStep::TakeFigures);

@@ -130,6 +130,7 @@ class Scanner:
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
         self._is_plain = False  # the next step may be closed by `_close_plain`
+        self._is_left_out = False  # or be ended by `_leave_out`
         self._step_seconds = 0.0  # spent before the optimizer's steps, since they were last counted
         # An optimizer calls two.
         self._num_step_hooks = 2 * len(optimizers)
@@ -238,10 +239,12 @@ class Scanner:
     @property
     def overhead(self) -> float:
         """How much longer a step takes because of the scanner, as it measures itself: 0.01 is 1 %."""
-        spent, elapsed, num_quiet = (0.0, 0.0, 0) if self._plain is None else self._plain.take_figures()
-        if num_quiet:
-            seconds, hooks = self._take_cost(num_quiet)
-            self._budget.step(spent + seconds, elapsed, True, hooks, num_quiet)
+        # Where `every` may change, that is decided between two steps: steps not counted yet wait until then.
+        if self._plain is not None and self._budget.is_every_step:
+            spent, elapsed, num_quiet = self._plain.take_figures()
+            if num_quiet:
+                seconds, hooks = self._take_cost(num_quiet)
+                self._budget.step(spent + seconds, elapsed, True, hooks, num_quiet)
         return self._budget.overhead
 
     def _take_cost(self, num_steps: int) -> tuple[float, float]:
@@ -537,6 +540,8 @@ class Scanner:
 
     def _step_ends(self, scaling: Scaling | None) -> None:
         try:
+            if self._is_left_out and self._leave_out():
+                return
             if scaling is not None or not self._is_plain or not self._close_plain():
                 self._close_row(scaling)
         except Exception as error:
@@ -557,6 +562,18 @@ class Scanner:
             self._row_start = _clock()
         else:
             self._tell(plain, start, *news)
+        return True
+
+    def _leave_out(self) -> bool:
+        """End a step without a row before another one without: all there is to do is to see whether the model has
+        changed. False: nothing was done."""
+        start = _clock()
+        if self._plain is None or self._is_chosen(self._step + 1):
+            return False
+        if not self._plain.leave_out(start, self._row_start):
+            return False
+        self._step += 1
+        self._row_start = _clock()
         return True
 
     def _tell(self, plain: _C.PlainStep, start: float, is_taken: bool, seen: Seen | None) -> None:
@@ -619,12 +636,18 @@ class Scanner:
         self._end_step(start, spent, self._state.changed())
         self._set_active()
         self._is_plain = self._may_be_plain()
+        self._is_left_out = self._may_be_left_out()
 
     def _may_be_plain(self) -> bool:
         """Whether nothing but a pause, a checkpoint or the end can make the next step differ from the last one."""
         is_scanned = self._budget.is_every_step and not self._off and not self._paused and self._resumed is None
         is_known = self._judged and self._silence.done and self._placements is None and self._tokens is None
         return is_scanned and is_known
+
+    def _may_be_left_out(self) -> bool:
+        """Whether the next step has no row, and nothing of it matters to a later one."""
+        is_free = not self._capture.state.active and not self._off and not self._paused
+        return is_free and self._placements is None and self._tokens is None
 
     def _say_placements(self) -> None:
         """Inputs have shown how the ranks' cells merge: the last schema of a file holds for all its rows."""
@@ -725,13 +748,13 @@ class Scanner:
 
     def _is_due(self) -> bool:
         """Whether the step being filled is to have a row."""
-        if self._off or self._paused:
-            return False
-        is_chosen = self._step % self._budget.every == 0 or self._resumed is not None
-        return is_chosen or self._lookout.wants(self._step)
+        return not self._off and not self._paused and self._is_chosen(self._step)
+
+    def _is_chosen(self, step: int) -> bool:
+        return step % self._budget.every == 0 or self._resumed is not None or self._lookout.wants(step)
 
     def _set_active(self) -> None:
-        self._is_plain = False
+        self._is_plain = self._is_left_out = False
         self._capture.state.active = self._gradients.state.active = self._is_due()
         self._forward.active = not self._paused
 

@@ -78,6 +78,29 @@ def test_steps_of_which_there_is_nothing_to_say_are_in_the_scanners_own_figure(t
         assert scan._budget._overhead is not None
 
 
+def test_steps_left_out_are_counted_with_the_next_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 3 calls of hooks, here of a second each, and 2 of the optimizer's, in each of 80 steps."""
+    monkeypatch.setattr(hook_cost, "seconds_per_call", lambda: 1.0)
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    counted: list[tuple[bool, float, int]] = []
+    with pyscan.attach(model, optimizer=optimizer, every=40) as scan:
+        real = scan._budget.step
+
+        def step(spent: float, elapsed: float, scanned: bool, hooks: float, num_steps: int) -> Any:
+            assert 0 < spent < elapsed
+            counted.append((scanned, hooks, num_steps))
+            return real(spent, elapsed, scanned, hooks, num_steps)
+
+        scan._budget.step = step  # type: ignore[method-assign]
+        for _ in range(80):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            assert scan.overhead >= 0
+    left_out = [(False, 5.0 * num_steps, num_steps) for num_steps in (1, 32, 6, 32, 7)]
+    assert counted == [*left_out[:3], (True, 5.0, 1), *left_out[3:], (True, 5.0, 1)]
+
+
 def test_steps_that_are_counted_together_are_as_many_steps() -> None:
     one_by_one, together = Budget(1, None), Budget(1, None)
     run(one_by_one, scan=0.1, bare=1.0, hooks=0.1, steps=WINDOW)

@@ -650,6 +650,58 @@ def test_every_leaves_out_steps_by_their_number(trained: Callable[..., Any]) -> 
     assert run.steps["step"].tolist() == [3, 6, 9]
 
 
+def train_with_notes(every: int, num_steps: int, pauses: tuple[int, ...] = ()) -> pyscan.Scanner:
+    """The loop says of each step a loss and a number of tokens, both the step's number."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pyscan.attach(model, optimizer=optimizer, every=every) as scan:
+        for step in range(1, num_steps + 1):
+            scan.note(loss=float(step), tokens=step)
+            with scan.paused() if step in pauses else contextlib.nullcontext():
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return scan
+
+
+@pytest.mark.parametrize("pauses", [(), (3, 12, 15), (8,)])
+def test_what_is_left_out_leaves_nothing_to_the_next_row(pauses: tuple[int, ...]) -> None:
+    rows = train_with_notes(8, 80, pauses).rows
+    scanned = [step for step in range(8, 81, 8) if step not in pauses]
+    assert [(row.step, row.loss, row.tokens) for row in rows] == [(step, step, step) for step in scanned]
+
+
+def test_steps_left_out_one_after_another_end_in_one_compiled_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    real = pyscan.Scanner._close_row
+
+    def close_row(self: pyscan.Scanner, *args: Any, **kwargs: Any) -> None:
+        closed.append(self._step)
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(pyscan.Scanner, "_close_row", close_row)
+    train_with_notes(8, 24)
+    assert closed == [1, 7, 8, 15, 16, 23, 24], "those with a row, those before them, and the first"
+
+
+def test_a_model_that_changes_in_a_step_left_out_is_followed_at_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pyscan.attach(model, optimizer=optimizer, every=8) as scan:
+        for step in range(1, 9):
+            if step == 4:
+                model.append(nn.Linear(8, 8))
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [(event["step"], event["added"]) for event in scan.events if event["kind"] == "model_changed"] == [
+        (4, ["1.weight"])
+    ]
+    assert {name for name, stats in scan.latest()["param_stats"].items() if stats["grad_norm"]} == {
+        "0.weight", "1.weight"
+    }  # fmt: skip
+
+
 def test_resume_continues_the_numbering(trained: Callable[..., Any]) -> None:
     trained(4)
     _, run = trained(3, resume=True)
