@@ -3,9 +3,12 @@
 // gradient, and the end of a backward. A gradient that is not plain goes back to gradients.py. All of it runs under the
 // GIL, which guards the state.
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstring>
 #include <exception>
 #include <map>
 #include <memory>
@@ -42,6 +45,11 @@ struct Weight {
   // Of the gradient in the buffer; version -1: not read in this step.
   uintptr_t address = 0;
   long version = -1;
+  // What a lookup has made of the gradient of its rows: the gradient is zero elsewhere, as long as it is that tensor.
+  int64_t lookup_task = -1;  // the backward it was made in
+  uintptr_t lookup_address = 0;
+  long lookup_version = -1;
+  std::vector<int64_t> looked_up;
 };
 
 }  // namespace
@@ -84,8 +92,9 @@ class GradientWatch {
 
   bool active = true;
   int num_threads = 1;
-  double seconds = 0;     // spent in this step
-  int64_t num_reads = 0;  // of gradients, since the beginning
+  double seconds = 0;         // spent in this step
+  int64_t num_reads = 0;      // of gradients, since the beginning
+  int64_t num_row_reads = 0;  // those of them that read looked-up rows only
 
   // Weights in the order in which their gradients first came in this step.
   const std::vector<int64_t>& order() const { return order_; }
@@ -103,9 +112,9 @@ class GradientWatch {
     dirty->second.push_back(index);
     const Weight& weight = Count(index);
     if (weight.num_backwards < weight.expected) return;
-    if (weight.read_at_once)
-      Read({index}, false);
-    else if (early_ && weight.num_bytes > 0)
+    if (weight.read_at_once) {
+      if (!ReadLookedUp(index, task)) Read({index}, false);
+    } else if (early_ && weight.num_bytes > 0)
       Gather(index);
   }
 
@@ -168,6 +177,21 @@ class GradientWatch {
     return std::exchange(seconds, 0.0);
   }
 
+  // A lookup of these rows has made `gradient` of its weight, which it now hands on.
+  void LookedUp(int64_t index, PyObject* gradient, const py::array_t<int64_t, py::array::c_style>& rows) {
+    Weight& weight = weights_[index];
+    weight.lookup_task = -1;
+    TensorView view;
+    if (!ViewOf(gradient, &view)) {
+      PyErr_Clear();
+      return;
+    }
+    weight.lookup_version = VersionByHandle(gradient);
+    weight.lookup_address = reinterpret_cast<uintptr_t>(view.data);
+    weight.looked_up.assign(rows.data(), rows.data() + rows.size());
+    weight.lookup_task = GraphTask();
+  }
+
   // Runs `work` and counts its time; no exception of it reaches autograd.
   template <typename Work>
   void Timed(const Work& work) {
@@ -217,6 +241,41 @@ class GradientWatch {
   std::vector<int64_t> TakeGathered() {
     gathered_bytes_ = 0;
     return std::exchange(gathered_, {});
+  }
+
+  // Reads the gradient of a weight whose rows were looked up, once, in this backward; false if it is not that alone. A
+  // gradient that something was added to is another tensor, or counts a write more. Hooks of the weight may make
+  // another one, and that may get the address of the first.
+  bool ReadLookedUp(int64_t index, int64_t task) {
+    Weight& weight = weights_[index];
+    if (task == -1 || weight.lookup_task != task || weight.slots.size() != 1) return false;
+    weight.lookup_task = -1;
+    const py::object hooks = weight.parameter.attr("_backward_hooks");
+    if (!hooks.is_none() && py::len(hooks) > 0) return false;
+    Gradient grad(weight.parameter, weight.was_plain);
+    TensorView view;
+    if (!grad.View(&view) || !view.is_contiguous || view.numel != weight.rows * weight.cols) return false;
+    const auto address = reinterpret_cast<uintptr_t>(view.data);
+    const long version = grad.Version();
+    if (version < 0 || version != weight.lookup_version || address != weight.lookup_address) return false;
+    std::vector<int64_t>& rows = weight.looked_up;
+    std::sort(rows.begin(), rows.end());
+    rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
+    if (rows.empty() || rows.front() < 0 || rows.back() >= weight.rows) return false;
+    weight.was_plain = true;
+    weight.address = address;
+    weight.version = version;
+    ++num_reads;
+    ++num_row_reads;
+    const py::gil_scoped_release release;
+    const int64_t row_bytes = weight.cols * ElementBytes(view.dtype);
+    copied_rows_.resize(rows.size() * row_bytes);
+    for (size_t i = 0; i < rows.size(); ++i)
+      std::memcpy(copied_rows_.data() + i * row_bytes, static_cast<const char*>(view.data) + rows[i] * row_bytes,
+                  row_bytes);
+    const Matrix x{copied_rows_.data(), view.dtype, int64_t(rows.size()), weight.cols, weight.cols, 1};
+    buffer_->Set(weight.slots[0], x, num_threads);
+    return true;
   }
 
   static bool HasGradient(const Weight& weight) { return !Gradient(weight.parameter, weight.was_plain).is_none(); }
@@ -297,6 +356,7 @@ class GradientWatch {
   std::vector<int64_t> waiting_;
   std::vector<int64_t> gathered_;  // small gradients that came and are not read yet
   int64_t gathered_bytes_ = 0;
+  std::vector<char> copied_rows_;
   std::vector<int64_t> order_;
   int64_t num_ends_ = 0;       // of backwards in this step
   int64_t expected_ends_ = 0;  // as many as in the step before; 0: not known
@@ -362,6 +422,33 @@ py::object MakeHook(const py::object& watch, int64_t weight) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&accumulated_definition, self.ptr()));
 }
 
+struct Lookup {
+  GradientWatch* watch;
+  int64_t weight;
+  py::array_t<int64_t, py::array::c_style> rows;
+  py::object owner;
+};
+
+// What a node of autograd calls when it has run: (gradients of its inputs, gradients of its outputs).
+PyObject* LookedUp(PyObject* self, PyObject* args) {
+  const auto& lookup = *static_cast<Lookup*>(PyCapsule_GetPointer(self, nullptr));
+  PyObject* const made = PyTuple_Size(args) > 0 ? PyTuple_GetItem(args, 0) : nullptr;
+  if (lookup.watch->active && made != nullptr && PyTuple_Check(made) && PyTuple_GET_SIZE(made) == 1)
+    lookup.watch->Timed([&] { lookup.watch->LookedUp(lookup.weight, PyTuple_GET_ITEM(made, 0), lookup.rows); });
+  Py_RETURN_NONE;
+}
+
+PyMethodDef looked_up_definition = {"looked_up", LookedUp, METH_VARARGS,
+                                    "Called when a lookup has made the gradient of its weight."};
+
+py::object MakeLookupHook(const py::object& watch, int64_t weight, py::array_t<int64_t, py::array::c_style> rows) {
+  auto* found = watch.cast<GradientWatch*>();
+  if (weight < 0 || weight >= found->num_weights()) throw py::value_error("there is no such weight");
+  const py::capsule self(new Lookup{found, weight, std::move(rows), watch},
+                         [](void* p) { delete static_cast<Lookup*>(p); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&looked_up_definition, self.ptr()));
+}
+
 }  // namespace
 
 void BindGradients(py::module_& m) {
@@ -373,8 +460,10 @@ void BindGradients(py::module_& m) {
       .def_readwrite("num_threads", &GradientWatch::num_threads)
       .def_readwrite("seconds", &GradientWatch::seconds)
       .def_readonly("num_reads", &GradientWatch::num_reads)
+      .def_readonly("num_row_reads", &GradientWatch::num_row_reads)
       .def_property_readonly("order", &GradientWatch::order)
       .def("hook", [](const py::object& self, int64_t weight) { return MakeHook(self, weight); })
+      .def("lookup_hook", &MakeLookupHook)
       .def("settle", &GradientWatch::Settle)
       .def("read_rest", &GradientWatch::ReadRest)
       .def("read_all", &GradientWatch::ReadAll)

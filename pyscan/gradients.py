@@ -79,6 +79,15 @@ class GradientReader:
             handle.remove()
         self.state.close()
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether nothing changes a gradient after autograd has added to it."""
+        return self._early and not self._waits
+
+    def simple_weight(self, site: int) -> int | None:
+        """The weight that is this site and nothing else."""
+        return next((i for i, one in enumerate(self.weights) if one.is_simple and one.members[0][0] == site), None)
+
     def sites_of(self, weights: Sequence[int]) -> list[int]:
         """The sites that are filled by weights, which the state knows by their number."""
         return [site for weight in weights for site, _ in self.weights[weight].members]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import pyscan
-from pyscan import _C, attached, hook_cost, hooks, threads, wrappers
+from pyscan import _C, attached, hook_cost, hooks, lookups, threads, wrappers
 from pyscan.accumulate import StepBuffer, channels, site_info
 from pyscan.alarms import ADVICE
 from pyscan.budget import Budget
@@ -398,11 +398,6 @@ class Scanner:
         sites = self._inventory.sites
         self.buffer = make_buffer(sites, self.schema, self._device)
         self._capture = Capture(self.buffer, sites, self._fail, self._placements)
-        for index, site in enumerate(sites):
-            if site.observe in ("module_input", "lookup"):
-                watch = hooks.watch_input if site.observe == "module_input" else hooks.watch_output
-                see, see_compiled = self._capture.observer(index), self._capture.compiled_observer(index)
-                self._endings.append(watch(site.module, see, see_compiled))
         self._functional = FunctionalCapture(sites, self._capture.rows, on_error=self._fail)
         self._endings.append(self._functional.remove)
         self._silence = Silence(self._inventory, self.buffer, self._functional.problems, self._event)
@@ -416,6 +411,13 @@ class Scanner:
             on_unreduced=self._is_unreduced,
         )
         self._endings.append(self._gradients.remove)
+        for index, site in enumerate(sites):
+            see, see_compiled = self._capture.observer(index), self._capture.compiled_observer(index)
+            if site.observe == "module_input":
+                self._endings.append(hooks.watch_input(site.module, see, see_compiled))
+            elif site.observe == "lookup":
+                see = lookups.observer(see, index, self._gradients)
+                self._endings.append(hooks.watch_output(site.module, see, see_compiled))
         if is_distributed():
             self._endings.append(watch_stages(self._model, self._stage_ends, self.paused))
         self._lookout = Lookout(
