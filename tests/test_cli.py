@@ -233,7 +233,9 @@ def on_terminal(columns, *arguments, **environment):
 @pytest.mark.parametrize("verb", ["info", "show", "diff"])
 def test_tables_fit_the_terminal_and_cut_no_number(scan, verb, columns):
     out = on_terminal(columns, verb, scan, *([scan] if verb == "diff" else []), NO_COLOR="1")
-    table = re.sub(r"\x1b\[[0-9;]*m", "", out).replace("\r", "").partition("\n\n")[0].splitlines()
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out).split("\n")]
+    shown = "\n".join(line for line in lines if "━" not in line)  # a machine that is slow also shows a bar
+    table = shown.strip("\n").partition("\n\n")[0].splitlines()
     assert len(table) >= 6
     assert max(map(len, table)) <= columns
     assert not re.search(r"\d…", "\n".join(table))

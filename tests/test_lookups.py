@@ -90,6 +90,12 @@ def with_a_penalty(model: Model) -> None:
     (model(make_ids()) + model.embedding.weight.square().sum()).backward()
 
 
+def with_a_penalty_before(model: Model) -> None:
+    """Its gradient comes after that of the lookup, and autograd adds it in the place of that."""
+    penalty = model.embedding.weight.square().sum()
+    (model(make_ids()) + penalty).backward()
+
+
 def tied(model: Model) -> None:
     hidden = model.embedding(make_ids())
     (hidden @ model.embedding.weight.T).square().mean().backward()
@@ -164,7 +170,8 @@ def of_most_rows(model: Model) -> None:
 @pytest.mark.parametrize(
     "backward",
     [
-        twice, with_a_penalty, tied, with_a_hook_that_adds, with_a_hook_that_comes_late, in_two_backwards,
+        twice, with_a_penalty, with_a_penalty_before, tied, with_a_hook_that_adds, with_a_hook_that_comes_late,
+        in_two_backwards,
         with_forwards_before_backwards, only_the_first_of_two_forwards, on_top_of_zeros, on_top_of_ones,
         after_gradients_for_somebody_else, checkpointed, again_through_the_same_graph, with_a_graph_of_its_own,
         of_most_rows,
