@@ -27,8 +27,9 @@ namespace py = pybind11;
 namespace pyscan {
 namespace {
 
-// Gradients of less than this together are read before other threads could help.
-constexpr int64_t kParallelBytes = int64_t{1} << 18;
+// Gradients of less than this together are read by the thread that the optimizer's step runs on: what other threads
+// read lies in their caches.
+constexpr int64_t kParallelBytes = int64_t{1} << 21;
 // Small gradients are read together as soon as they are so many: they are still in a cache.
 constexpr int64_t kBatchBytes = int64_t{1} << 20;
 
