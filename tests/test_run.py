@@ -65,7 +65,7 @@ with torch.no_grad():
 train(3)
 import torch.nn.modules.module as home
 assert nn.Module.__call__ is home.Module._wrapped_call_impl
-assert "pyscan" not in torch.optim.Optimizer.__init__.__code__.co_filename
+assert torch.optim.Optimizer.__init__.__code__.co_filename.startswith(torch.__path__[0])
 """,
     )
     ran = run(tmp_path, "job.py")

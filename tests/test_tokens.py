@@ -72,8 +72,9 @@ class Reference:
         rounding = 1e-3 * self._bound * wanted.max(initial=0.0)  # float64: four roundings of the largest value
         if self._exact is not None:
             assert np.array_equal(self._exact[site].token, self.copies[site].token), "experts got other tokens"
-            rounding = np.abs(wanted - norms(self._exact[site].grad).numpy()).max(initial=0.0)
-            assert rounding < 1e-6 * wanted.max(initial=0.0)
+            error = np.abs(wanted - norms(self._exact[site].grad).numpy()).max(initial=0.0)
+            assert error < 1e-6 * wanted.max(initial=0.0)
+            rounding = 2 * error  # theirs and as much of ours: other kernels run where a token has no copy of its own
         np.testing.assert_allclose(found, wanted, rtol=self._bound, atol=rounding, err_msg=site)
 
 
