@@ -15,4 +15,5 @@ PYBIND11_MODULE(_C, m) {
   pyscan::BindTokens(m);
   pyscan::BindWriter(m);
   pyscan::BindStep(m);
+  pyscan::BindOptimizer(m);
 }

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace pyscan {
 
@@ -26,6 +27,8 @@ inline uint64_t ChangesOf(PyObject*) { return 0; }
 class GradientWatch;
 GradientWatch* GradientWatchOf(const pybind11::object& object);
 double EndStep(GradientWatch& watch);  // seconds spent in the step
+// Reads what the step has not read yet, if it reads at all; returns the weights that were read so late.
+std::vector<int64_t> ReadRest(GradientWatch& watch);
 class ModelPlaces;
 ModelPlaces* ModelPlacesOf(const pybind11::object& object);
 bool HasChanged(ModelPlaces& places);
@@ -44,5 +47,6 @@ void BindWatch(pybind11::module_& m);
 void BindTokens(pybind11::module_& m);
 void BindWriter(pybind11::module_& m);
 void BindStep(pybind11::module_& m);
+void BindOptimizer(pybind11::module_& m);
 
 }  // namespace pyscan

@@ -399,6 +399,8 @@ GradientWatch* GradientWatchOf(const py::object& object) { return object.cast<Gr
 
 double EndStep(GradientWatch& watch) { return watch.NextStep(); }
 
+std::vector<int64_t> ReadRest(GradientWatch& watch) { return watch.active ? watch.ReadRest() : std::vector<int64_t>(); }
+
 namespace {
 
 struct Hook {

@@ -2,8 +2,8 @@
 
 Every watched module carries a probe, and one shared function as its forward hook: in eager code the function hands the
 call to the probe; inside torch.compile it becomes one opaque operator on a tensor that stands for the probe, so that
-neither the number of layers nor the state of the scanner makes a new graph. Where it is the only hook of a module, a
-shortcut calls it and forward, and leaves out torch's way around hooks, which takes longer than the hook itself.
+neither the number of layers nor the state of the scanner makes a new graph. Where a module has no hooks but ours, a
+shortcut calls them and forward, and leaves out torch's way around hooks, which takes longer than they do.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def watch_input(
     """Call `see` with the first argument of every forward of `module`; returns what ends it."""
     _forget_copied(module._forward_pre_hooks, before_forward)
     handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
-    if getattr(module, CALL, False) is None and type(module)._call_impl is nn.Module._call_impl:
-        _teach_compiler()
-        module.__dict__[CALL] = functools.partial(call_alone, _C.make_watched(see), module)
+    take_shortcut(module, before_forward, None, see)
     return _watch(module, Probe(see, see_compiled), handle)
 
 
@@ -85,7 +83,27 @@ def watch_output(
 ) -> Callable[[], None]:
     """Call `see` with the output of every forward of `module`; returns what ends it."""
     _forget_copied(module._forward_hooks, after_forward)
-    return _watch(module, Probe(see, see_compiled), module.register_forward_hook(after_forward))
+    handle = module.register_forward_hook(after_forward)
+    take_shortcut(module, None, after_forward, see)
+    return _watch(module, Probe(see, see_compiled), handle)
+
+
+def take_shortcut(
+    module: nn.Module,
+    before: Callable[..., None] | None,
+    after: Callable[..., None] | None,
+    see: Callable[[Any], None] | _C.ForwardState,
+) -> None:
+    """Where `before` (its arguments come with keywords) and `after` are the only hooks of a module, have compiled code
+    call `see` in their place: with the input, or where there is only `after`, with the output."""
+    if getattr(module, CALL, False) is None and type(module)._call_impl is nn.Module._call_impl:
+        _teach_compiler()
+        module.__dict__[CALL] = functools.partial(call_alone, _C.make_watched(before, after, see), module)
+
+
+def leave_shortcut(module: nn.Module) -> None:
+    if getattr(module.__dict__.get(CALL), "func", None) is call_alone:
+        del module.__dict__[CALL]
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -103,13 +121,12 @@ def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 # (watched, module, *args): the call of a watched module. With any other hook all of it is left to torch.
 call_alone = _C.make_call_alone(
-    before_forward,
     [
         torch_module._global_forward_pre_hooks,
         torch_module._global_forward_hooks,
         torch_module._global_backward_pre_hooks,
         torch_module._global_backward_hooks,
-    ],
+    ]
 )
 
 
@@ -145,7 +162,6 @@ def _watch(module: nn.Module, probe: Probe, handle: Any) -> Callable[[], None]:
         probe.close()
         if module.__dict__.get(PROBE) is probe:
             del module.__dict__[PROBE]
-        if getattr(module.__dict__.get(CALL), "func", None) is call_alone:
-            del module.__dict__[CALL]
+        leave_shortcut(module)
 
     return end

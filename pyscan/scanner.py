@@ -129,9 +129,6 @@ class Scanner:
         self._late_unscaled = False
         self._resumed: Event | None = None  # until the first row after a checkpoint: what to say about it
         self._judged = False
-        self._is_plain = False  # the next step may be closed by `_close_plain`
-        self._is_left_out = False  # or be ended by `_leave_out`
-        self._step_seconds = 0.0  # spent before the optimizer's steps, since they were last counted
         # An optimizer calls two.
         self._num_step_hooks = 2 * len(optimizers)
         self._seconds_per_hook = hook_cost.seconds_per_call()
@@ -142,15 +139,32 @@ class Scanner:
         self.schema = self._schema()
         self.path = None if path is None else own_path(Path(path), resume=config.resume)
         self._writer = None if self.path is None else Writer(self.path, self.schema, resume=config.resume)
-        self._step = (self._writer.last_step if self._writer else 0) + 1  # number of the row being filled
+        self._steps = StepWatch(
+            optimizers,
+            self._step_begins,
+            self._step_ends,
+            on_late=self._were_late,
+            on_row=self._tell,
+            on_error=self._fail,
+        )
+        self._step = (self._writer.last_step if self._writer else 0) + 1
         self._is_unplaced = self._step > 1 and self._placements is not None  # until somebody says at which step it is
         self._tokens = TokenRows(config.tokens, self._writer, self._event) if config.tokens is not False else None
         self._watch_sites()
-        self._steps = StepWatch(optimizers, self._step_begins, self._step_ends, self._fail)
-        self._row_start = _clock()
+        self._steps.start()
+        self._steps.state.begin_row()
         attached.add(self)
         self._announce()
         self._end_live = self._start_live(path)
+
+    @property
+    def _step(self) -> int:
+        """The number of the row that is being filled."""
+        return self._steps.state.step
+
+    @_step.setter
+    def _step(self, step: int) -> None:
+        self._steps.state.step = step
 
     # What users call
 
@@ -161,7 +175,7 @@ class Scanner:
         try:
             if step is not None:
                 self._step, self._is_unplaced = step, False
-            self._late += self._gradients.sites_of(self._gradients.state.read_rest())
+            self._were_late(self._gradients.state.read_rest())
             self._close_row(None, loss=loss, tokens=tokens)
         except Exception as error:
             self._fail(error)
@@ -251,8 +265,8 @@ class Scanner:
         """Of so many steps: the seconds that the model's own hooks and those of its optimizer have spent, and what it
         took to call all hooks."""
         num_forwards, seconds = self._forward.take_cost()
-        seconds += self._step_seconds
-        self._step_seconds = 0.0
+        seconds += self._steps.state.seconds
+        self._steps.state.seconds = 0.0
         # A forward calls each hook once, the optimizer's are called once in a step.
         num_hooks = self._num_hooks * num_forwards + self._num_step_hooks * num_steps
         return seconds, num_hooks * self._seconds_per_hook
@@ -438,11 +452,12 @@ class Scanner:
             plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, one for each lookup and gradient. The shortcut of hooks.py, by which inputs come, is
-        # timed with what it brings.
+        # Of the model itself two, one for each lookup and gradient, as if torch called them: an upper bound where the
+        # shortcut of hooks.py does. Inputs come by it alone, and it is timed with what it brings.
         self._num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
         self._state = ModelState(self._model, sites)
         self._plain = self._plain_step()
+        self._steps.state.use(self._forward.state, self._gradients.state, self._plain)
         self._num_threads = 0
         self._use_threads()
         self._set_active()
@@ -534,54 +549,31 @@ class Scanner:
         try:
             gradients = self._gradients
             if gradients.state.active and (late := gradients.state.read_rest()):
-                self._late += gradients.sites_of(late)
+                self._were_late(late)
                 self._late_unscaled = unscaled
         except Exception as error:
             self._fail(error)
-        self._step_seconds += _clock() - start
+        self._steps.state.seconds += _clock() - start
+
+    def _were_late(self, weights: list[int]) -> None:
+        """The gradients of these were read only when the optimizer stepped."""
+        self._late += self._gradients.sites_of(weights)
+        self._steps.state.has_late = bool(self._late)
 
     def _step_ends(self, scaling: Scaling | None) -> None:
         try:
-            if self._is_left_out and self._leave_out():
-                return
-            if scaling is not None or not self._is_plain or not self._close_plain():
-                self._close_row(scaling)
+            self._close_row(scaling)
         except Exception as error:
             self._fail(error)
 
     # The row
 
-    def _close_plain(self) -> bool:
-        """Close the row of a step without peculiarities, where `_is_plain` says that the scan has none either; what
-        `_close_row` does, in one call unless there is something to say. False: nothing was done."""
-        start = _clock()
-        plain = self._plain
-        if plain is None or self._late or (seen := self._forward.take_plain()) is None:
-            return False
-        news = plain.close(start, self._row_start, self._step, *seen, self._steps.learning_rate())
-        if news is None:
-            self._step += 1
-            self._row_start = _clock()
-        else:
-            self._tell(plain, start, *news)
-        return True
-
-    def _leave_out(self) -> bool:
-        """End a step without a row before another one without: all there is to do is to see whether the model has
-        changed. False: nothing was done."""
-        start = _clock()
-        if self._plain is None or self._is_chosen(self._step + 1):
-            return False
-        if not self._plain.leave_out(start, self._row_start):
-            return False
-        self._step += 1
-        self._row_start = _clock()
-        return True
-
-    def _tell(self, plain: _C.PlainStep, start: float, is_taken: bool, seen: Seen | None) -> None:
-        """What there is to say of a row that was closed by `_close_plain`."""
-        newest = self._newest()
+    def _tell(self, seconds: float, is_taken: bool, seen: Seen | None) -> None:
+        """What there is to say of a plain row that was closed, so many seconds ago, by the optimizer's hook."""
+        start = _clock() - seconds
+        newest, plain = self._newest(), self._plain
         assert newest is not None
+        assert plain is not None
         if self._writer is None:
             self.rows.append(newest[0])
         elif not is_taken:
@@ -633,12 +625,12 @@ class Scanner:
                 self._tokens.close(closing, self.schema.sites)
             for kind, site, text in self.buffer.complaints():
                 self._event(kind, site=None if site is None else self._inventory.sites[site].name, text=text)
-        self._late = []
+        self._late, self._late_unscaled, self._steps.state.has_late = [], False, False
         spent = self._capture.state.end_step() + self._gradients.state.next_step()
         self._end_step(start, spent, self._state.changed())
         self._set_active()
-        self._is_plain = self._may_be_plain()
-        self._is_left_out = self._may_be_left_out()
+        self._steps.state.is_plain = self._may_be_plain()
+        self._steps.state.next_row = self._next_row() if self._may_be_left_out() else 0
 
     def _may_be_plain(self) -> bool:
         """Whether nothing but a pause, a checkpoint or the end can make the next step differ from the last one."""
@@ -741,10 +733,10 @@ class Scanner:
         self._use_threads()
         self._step += 1
         seconds, hooks = self._take_cost(num_quiet + 1)
-        now = _clock()
-        spent += before + seconds + now - start
-        change = self._budget.step(spent, elapsed + now - self._row_start, was_active, hooks, num_quiet + 1)
-        self._row_start = now
+        spent += before + seconds + _clock() - start
+        elapsed += self._steps.state.row_seconds
+        change = self._budget.step(spent, elapsed, was_active, hooks, num_quiet + 1)
+        self._steps.state.begin_row()
         if change is not None:
             self._event("every", **dict[str, Any](change))
 
@@ -755,10 +747,15 @@ class Scanner:
     def _is_chosen(self, step: int) -> bool:
         return step % self._budget.every == 0 or self._resumed is not None or self._lookout.wants(step)
 
+    def _next_row(self) -> int:
+        """The first step from the one being filled on that is to have a row, unless something happens before."""
+        every, step = self._budget.every, self._step
+        return step if self._is_chosen(step) else step + every - step % every
+
     def _set_active(self) -> None:
-        self._is_plain = self._is_left_out = False
+        self._steps.state.is_plain, self._steps.state.next_row = False, 0
         self._capture.state.active = self._gradients.state.active = self._is_due()
-        self._forward.active = not self._paused
+        self._forward.state.active = not self._paused
 
     def _follow_model(self) -> None:
         """The model has changed: find its sites again and go on with a new schema."""

@@ -1,7 +1,8 @@
 """When a step ends: after the optimizer's step, or when the GradScaler has decided to skip it.
 
 Receives the optimizers of a run and calls back before the first of them steps (gradients are still there, but may
-be clipped) and after the last one has: with the loss scale in use and what says whether the step was skipped.
+be clipped) and after the last one has: with the loss scale in use and what says whether the step was skipped. The
+plain case takes a quick way through compiled code, bindings_optimizer.cpp.
 """
 
 from __future__ import annotations
@@ -15,20 +16,29 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from pyscan import _C
 from pyscan.closing import Scaling
+from pyscan.levels import Seen
 
 OptimizerLike = Any  # an Optimizer, or a wrapper with one in `.optimizer`
 
 
 class StepWatch:
-    """Follows the optimizers of one scanner. The three callbacks must not raise."""
+    """Follows the optimizers of one scanner from `start` on. The callbacks must not raise.
+
+    `on_late` and `on_row` are those of a plain step: the weights whose gradient was read only now, and what there is to
+    say of a row that was closed (seconds it took, whether the writer took it, what a glance has shown).
+    """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         on_begin: Callable[[bool], None],
         on_end: Callable[[Scaling | None], None],
+        on_late: Callable[[list[int]], None],
+        on_row: Callable[[float, bool, Seen | None], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         self.optimizers = optimizers
@@ -36,10 +46,15 @@ class StepWatch:
         self._on_end = on_end
         self._on_error = on_error
         self._scale: Tensor | None = None
-        self._in_scaler = False
         self._found_inf: tuple[Tensor, ...] = ()  # by the optimizers of this step
-        self._handles = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
-        self._handles += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
+        self._handles: list[RemovableHandle] = []
+        first, last = (optimizers[0], optimizers[-1]) if optimizers else (None, None)
+        self.state = _C.StepState(first, last, self._before, self._after, on_late, on_row, on_error)
+
+    def start(self) -> None:
+        for optimizer in self.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self.state.begins_hook()))
+            self._handles.append(optimizer.register_step_post_hook(self.state.ends_hook()))
         _watches.add(self)
         _wrap_scalers()
 
@@ -47,6 +62,7 @@ class StepWatch:
         _watches.discard(self)
         for handle in self._handles:
             handle.remove()
+        self.state.close()
 
     def learning_rate(self) -> float | None:
         groups = self.optimizers[0].param_groups if self.optimizers else []
@@ -60,23 +76,23 @@ class StepWatch:
         if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
             return
         # A fused optimizer is given the scale and unscales by itself.
-        self._on_begin(self._in_scaler and getattr(optimizer, "grad_scale", None) is None)
+        self._on_begin(self.state.in_scaler and getattr(optimizer, "grad_scale", None) is None)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (len(args) > 1 or kwargs) and _has_closure(args, kwargs):
             self._on_begin(False)  # it may have been called less often than in the step before
-        if optimizer is self.optimizers[-1] and not self._in_scaler:
+        if optimizer is self.optimizers[-1] and not self.state.in_scaler:
             self._on_end(None)
 
     def scaler_begins(self, scaler: GradScaler) -> None:
-        self._in_scaler = True
+        self.state.in_scaler = True
         try:
             self._scale = scaler._scale
         except Exception as error:
             self._on_error(error)
 
     def scaler_ends(self, scaler: GradScaler, optimizer: OptimizerLike) -> None:
-        self._in_scaler = False
+        self.state.in_scaler = False
         try:
             self._found_inf += _found_inf(scaler, optimizer)
         except Exception as error:
@@ -86,7 +102,7 @@ class StepWatch:
             self._on_end(None if self._scale is None else Scaling(self._scale, found_inf))
 
     def scaler_failed(self) -> None:
-        self._in_scaler = False
+        self.state.in_scaler = False
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

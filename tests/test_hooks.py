@@ -1,5 +1,6 @@
 """The shortcut around torch's handling of hooks: taken where ours is the only one, and never noticed by anyone else."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -20,7 +21,7 @@ def chain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def num_handled(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
+def num_handled(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls of the model's modules that went through torch's handling of hooks."""
     original, calls = nn.Module._call_impl, []
 
@@ -30,18 +31,21 @@ def num_handled(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
 
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "_call_impl", counted)
-        model(torch.ones(2, 8)).sum().backward()
-    return len([module for module in calls if module is not model])
+        model(x).sum().backward()
+    return len(calls)
 
 
 def test_a_watched_module_without_other_hooks_takes_the_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = chain()
-    assert num_handled(model, monkeypatch) == 2
+    """The model itself, which has two, one with an output that is watched, and those with an input."""
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    ids = torch.zeros(2, dtype=torch.long)
+    assert num_handled(model, ids, monkeypatch) == 4
     with pyscan.attach(model):
-        assert num_handled(model, monkeypatch) == 0
-        model[0].register_forward_hook(lambda module, args, output: None)
-        assert num_handled(model, monkeypatch) == 1
-    assert num_handled(model, monkeypatch) == 2
+        assert num_handled(model, ids, monkeypatch) == 0
+        for number, module in enumerate((model, *model), start=1):
+            module.register_forward_hook(lambda module, args, output: None)
+            assert num_handled(model, ids, monkeypatch) == number
+    assert num_handled(model, ids, monkeypatch) == 4
 
 
 KINDS = ("pre", "forward", "backward", "backward pre")
@@ -166,6 +170,61 @@ def test_a_dict_of_hooks_that_is_replaced_is_noticed() -> None:
         model[0]._forward_hooks = kept
         model(torch.ones(2, 8))
     assert ran == ["hook"]
+
+
+class Registers(nn.Module):
+    """Its forward adds a hook to itself the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 8)
+        self.ran: list[str] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self._has_hook():
+            self.register_forward_hook(self._run)
+            self.embed.register_forward_hook(self._run)
+        return self.embed(ids)
+
+    def _has_hook(self) -> bool:
+        return any(getattr(hook, "__self__", None) is self for hook in self._forward_hooks.values())
+
+    def _run(self, module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        self.ran.append(type(module).__name__)
+
+
+def test_a_hook_that_forward_adds_runs_when_it_would_without_the_scanner() -> None:
+    ran = []
+    for scanned in (False, True):
+        model = Registers()
+        with pyscan.attach(model) if scanned else contextlib.nullcontext():
+            for _ in range(2):
+                model(torch.zeros(3, dtype=torch.long)).sum().backward()
+                model.ran.append("end")
+        ran.append(model.ran)
+    assert ran[0] == ran[1] == ["Embedding", "end", "Embedding", "Registers", "end"]
+
+
+def test_a_scan_that_is_closed_inside_a_forward_sees_nothing_of_its_end() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+            if scan is not None:
+                scan.close()
+            return {"loss": self.linear(input_ids.float()).sum()}
+
+    scan: pyscan.Scanner | None = None
+    model = Model()
+    with pyscan.attach(model) as attached:
+        model(torch.ones(2, 8, dtype=torch.long))["loss"].backward()
+        attached.step()
+        scan = attached
+        model(torch.ones(2, 8, dtype=torch.long))["loss"].backward()
+        assert attached._forward.state.take_losses() == []
+    assert [event["kind"] for event in attached.events if event["kind"] == "off"] == []
 
 
 def test_torch_is_asked_the_same_by_both_ways() -> None:

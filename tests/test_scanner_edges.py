@@ -240,7 +240,7 @@ def test_a_step_that_is_not_plain_among_plain_ones_is_recorded_as_such() -> None
     with pyscan.attach(model, optimizer=optimizer) as scan:
         for _ in range(3):
             step()
-        assert scan._is_plain
+        assert scan._steps.state.is_plain
         step(num_backwards=1, clip=2.0)  # fewer than expected: read late, after clipping
         step(num_backwards=1)
         step(num_backwards=1, loss=3.0, tokens=7)
@@ -276,7 +276,7 @@ def test_a_plain_step_has_the_row_it_would_have_the_long_way(tmp_path: Any, rows
                 optimizer.step()
                 optimizer.zero_grad()
                 found.append(scan._newest()[0])
-            assert scan._is_plain == is_plain
+            assert scan._steps.state.is_plain == is_plain
         return found, pyscan.open(tmp_path / name)
 
     (quick, quick_run), (long, long_run) = scanned("quick", is_plain=True), scanned("long", is_plain=False)
@@ -316,7 +316,7 @@ def test_plain_steps_raise_the_alarms_they_would_raise_the_long_way(tmp_path: An
                 model(torch.ones(2, 8), scale, told)["trained"].backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert step < 4 or scan._is_plain == is_plain
+                assert step < 4 or scan._steps.state.is_plain == is_plain
         told_once = {"attached", "execution_order", "note", "init"}
         return [event for event in scan.events if event["kind"] not in told_once]
 

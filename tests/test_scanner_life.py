@@ -116,18 +116,24 @@ def test_unfreezing_and_assigned_parameters_are_followed(tmp_path: Any) -> None:
     assert pyscan.open(tmp_path / "run.mscan").steps["step"].tolist() == [1, 2, 3, 4]
 
 
-def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> None:
+@pytest.mark.parametrize("where", ["before the step", "after the step"])
+def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any, where: str) -> None:
     model = llama().model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[dict[str, Any]] = []
     with pyscan.attach(model, tmp_path / "run.mscan", optimizer=optimizer, on_event=seen.append) as scan:
-        model(**batch(1)).loss.backward()
+        for k in range(2):
+            model(**batch(k)).loss.backward()
         optimizer.step()
 
         def broken(*args: object) -> None:
             raise RuntimeError("planted")
 
-        scan._steps.learning_rate = broken
+        # The next step has fewer backwards, so that its gradients are read late and its row is closed the careful way.
+        if where == "before the step":
+            scan._gradients.sites_of = broken
+        else:
+            scan._steps.learning_rate = broken
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for k in range(3):
@@ -140,6 +146,55 @@ def test_the_first_error_turns_the_scanner_off_and_warns_once(tmp_path: Any) -> 
     run = pyscan.open(tmp_path / "run.mscan")
     assert run.steps["step"].tolist() == [1]
     assert [event["kind"] for event in run.events] == ["attached", "execution_order", "off"]
+
+
+class Touchy(torch.optim.SGD):
+    """After its second step it raises when somebody looks at its groups."""
+
+    error: BaseException | None = None
+    num_steps = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "param_groups" and (error := super().__getattribute__("error")) is not None:
+            self.error = None
+            raise error
+        return super().__getattribute__(name)
+
+    def break_after(self, step: int, error: BaseException) -> None:
+        def after(*_: object) -> None:
+            self.num_steps += 1
+            if self.num_steps == step:
+                self.error = error
+
+        self.register_step_post_hook(after)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_after_a_plain_step_errors_stay_inside_and_interrupts_do_not(error: BaseException) -> None:
+    model = llama().model.train()
+    optimizer = Touchy(model.parameters(), lr=0.1)
+    optimizer.break_after(4, error)
+    interrupts = 0
+    with pyscan.attach(model, optimizer=optimizer) as scan, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(6):
+            model(**batch(k)).loss.backward()
+            assert k < 2 or scan._steps.state.is_plain == (k < 4 or interrupts == 1)
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+            optimizer.zero_grad()
+    messages = [str(w.message) for w in caught if "pyscan" in str(w.message)]
+    if isinstance(error, Exception):
+        assert interrupts == 0
+        assert [row.step for row in scan.rows] == [1, 2, 3]
+        assert len(messages) == 1
+        assert "turned itself off at step 4: RuntimeError: planted" in messages[0]
+    else:
+        assert interrupts == 1
+        assert messages == []
+        assert len(scan.rows) == 5
 
 
 @pytest.mark.parametrize("where", ["set_grad", "take"])

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +180,7 @@ def scanner(**options: Any) -> Callable[[Training, Path], Attached]:
         scan = pyscan.attach(training.model, directory / "run.mscan", optimizer=training.optimizer, **options)
 
         def begin_turn() -> None:  # the turns of others are no time of its step
-            scan._row_start = time.perf_counter()
+            scan._steps.state.begin_row()
 
         return Attached(
             scan.buffer.num_cells, close=scan.close, begin_turn=begin_turn, overhead=lambda: float(scan.overhead)
