@@ -121,7 +121,9 @@ void BindStepBuffer(py::module_& m) {
 void BindReduce(py::module_& m) {
   BindStepBuffer(m);
   m.attr("isa") = IsaName(ActiveIsa());
-  m.attr("best_isa") = IsaName(BestIsa());
+  py::list isas;
+  for (const Isa isa : Isas()) isas.append(IsaName(isa));
+  m.attr("isas") = py::tuple(isas);
   m.def("borrow_threads", [](uintptr_t gomp_parallel, uintptr_t omp_get_thread_num) {
     ThreadPool::Instance();  // registers what a fork needs
     ThreadPool::Borrow(reinterpret_cast<ThreadPool::ParallelFn>(gomp_parallel),

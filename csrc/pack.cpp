@@ -96,7 +96,7 @@ Transform ParseTransform(const char* name) {
 
 void Pack(Isa isa, Codec codec, Transform transform, const double* cells, size_t count, void* out) {
 #if defined(__x86_64__)
-  if (isa == Isa::kAvx2) return PackAvx2(codec, transform, cells, count, out);
+  if (isa != Isa::kBaseline) return PackAvx2(codec, transform, cells, count, out);
 #else
   (void)isa;
 #endif

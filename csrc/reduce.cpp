@@ -17,6 +17,7 @@ constexpr int64_t kChunkBytes = int64_t{1} << 18;
 
 ReduceChunkFn ChunkFn(Isa isa) {
 #if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return ReduceChunkAvx512;
   if (isa == Isa::kAvx2) return ReduceChunkAvx2;
 #endif
   (void)isa;

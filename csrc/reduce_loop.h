@@ -21,13 +21,25 @@
 namespace pyscan {
 namespace {
 
-using F8 = float __attribute__((vector_size(32)));
-using D4 = double __attribute__((vector_size(32)));
-using F4 = float __attribute__((vector_size(16)));
-using L4 = int64_t __attribute__((vector_size(32)));
-using I8 = int32_t __attribute__((vector_size(32)));
-using S16 = int16_t __attribute__((vector_size(32)));
-using S8 = int16_t __attribute__((vector_size(16)));
+// A vector of the widest registers there are: `kLanes` floats, or as many bytes of anything else.
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#else
+constexpr int kVectorBytes = 32;
+#endif
+constexpr int kLanes = kVectorBytes / 4;
+constexpr int kDoubleLanes = kVectorBytes / 8;
+using Floats = float __attribute__((vector_size(kVectorBytes)));
+using Doubles = double __attribute__((vector_size(kVectorBytes)));
+using Longs = int64_t __attribute__((vector_size(kVectorBytes)));
+using Ints = int32_t __attribute__((vector_size(kVectorBytes)));
+using Shorts = int16_t __attribute__((vector_size(kVectorBytes)));
+using HalfFloats = float __attribute__((vector_size(kVectorBytes / 2)));
+using Floats8 = float __attribute__((vector_size(32)));
+
+// Elements that are read together, and how many times that is a tile's width.
+constexpr int64_t kUnitCols = 2 * kLanes;
+constexpr int64_t kTileUnits = kTileCols / kUnitCols;
 
 template <class V>
 inline V Load(const void* p) {
@@ -41,45 +53,70 @@ inline V Max(V a, V b) {
   return a > b ? a : b;
 }
 
-inline D4 Widen(F8 v) {
-#if defined(__AVX2__)
-  return (D4)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) +
-         (D4)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+#if defined(__AVX512F__)
+inline HalfFloats LowHalf(Floats v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline HalfFloats HighHalf(Floats v) { return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
+#endif
+
+inline Doubles Widen(Floats v) {
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)LowHalf(v)) +
+         (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)HighHalf(v));
+#elif defined(__AVX2__)
+  return (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)) +
+         (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
 #else
-  F4 low, high;
+  HalfFloats low, high;
   std::memcpy(&low, &v, sizeof(low));
   std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
-  return __builtin_convertvector(low, D4) + __builtin_convertvector(high, D4);
+  return __builtin_convertvector(low, Doubles) + __builtin_convertvector(high, Doubles);
 #endif
 }
 
-inline double Sum(D4 v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+// As doubles, whatever the width of other vectors.
+inline Doubles WidenRows(Floats8 v) {
+#if defined(__AVX512F__)
+  return (Doubles)_mm512_maskz_cvtps_pd(0xff, (__m256)v);
+#else
+  return Widen(v);
+#endif
+}
 
-// True if any lane is set in a mask of 32 bytes.
+inline double Sum(Doubles v) {
+  double sum[kDoubleLanes];
+  std::memcpy(sum, &v, sizeof(v));
+  for (int count = kDoubleLanes / 2; count > 0; count /= 2)
+    for (int i = 0; i < count; ++i) sum[i] = sum[2 * i] + sum[2 * i + 1];
+  return sum[0];
+}
+
+// True if any lane is set in a mask of a vector's size.
 template <class Mask>
 inline bool Any(Mask mask) {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  return _mm512_test_epi64_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
   return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
 #else
-  const L4 m = (L4)mask;
+  const Longs m = (Longs)mask;
   return ((m[0] | m[1]) | (m[2] | m[3])) != 0;
 #endif
 }
 
-// Storage formats. Unit is what 16 neighbouring elements become: two vectors of floats, and their magnitudes as
+// Storage formats. Unit is what 2 * kLanes neighbouring elements become: two vectors of floats, and their magnitudes as
 // integers. Tiles whose maximum is at or above kTooLarge or below kTooSmall (as bits) are read again in float64. With
 // gradual underflow the 512 squares of a tile together are off by less than 512 * 2^-150, which against a maximum of
 // 2^-58 is 2^-25; 512 squares of 2^59 stay below 2^128.
 struct Float32 {
-  using Bits = I8;
+  using Bits = Ints;
   static constexpr int64_t kBytes = 4;
   static constexpr int32_t kTooLarge = (127 + 59) << 23;
   static constexpr int32_t kTooSmall = (127 - 58) << 23;
-  static void Unit(const char* p, F8& a, F8& b, Bits& magnitude) {
-    a = Load<F8>(p);
-    b = Load<F8>(p + 32);
-    const I8 mask = I8{} + 0x7fffffff;
-    magnitude = Max(magnitude, Max((I8)a & mask, (I8)b & mask));
+  static void Unit(const char* p, Floats& a, Floats& b, Bits& magnitude) {
+    a = Load<Floats>(p);
+    b = Load<Floats>(p + kVectorBytes);
+    const Ints mask = Ints{} + 0x7fffffff;
+    magnitude = Max(magnitude, Max((Ints)a & mask, (Ints)b & mask));
   }
   static double Value(const char* p) { return Load<float>(p); }
   static double FromBits(int32_t bits) {
@@ -90,39 +127,42 @@ struct Float32 {
 };
 
 struct Bfloat16 {
-  using Bits = S16;
+  using Bits = Shorts;
   static constexpr int64_t kBytes = 2;
   static constexpr int16_t kTooLarge = (127 + 59) << 7;
   static constexpr int16_t kTooSmall = (127 - 58) << 7;
   // Even elements go to a, odd ones to b: the two halves of each 32-bit word are already where a float32 has its upper
   // half.
-  static void Unit(const char* p, F8& a, F8& b, Bits& magnitude) {
-    const I8 word = Load<I8>(p);
-    a = (F8)(word << 16);
-    b = (F8)(word & (I8{} + int32_t(0xffff0000)));
-    magnitude = Max(magnitude, (S16)word & (S16{} + int16_t(0x7fff)));
+  static void Unit(const char* p, Floats& a, Floats& b, Bits& magnitude) {
+    const Ints word = Load<Ints>(p);
+    a = (Floats)(word << 16);
+    b = (Floats)(word & (Ints{} + int32_t(0xffff0000)));
+    magnitude = Max(magnitude, (Shorts)word & (Shorts{} + int16_t(0x7fff)));
   }
   static double Value(const char* p) { return FromBits(Load<uint16_t>(p)); }
   static double FromBits(uint32_t bits) { return Float32::FromBits(int32_t(bits << 16)); }
 };
 
 struct Float16 {
-  using Bits = S16;
+  using Bits = Shorts;
   static constexpr int64_t kBytes = 2;
   static constexpr int16_t kTooLarge = 0x7c00;  // infinity: the square of 65504 is far inside float32
   static constexpr int16_t kTooSmall = 0;       // and so is that of 2^-24
-  static void Unit(const char* p, F8& a, F8& b, Bits& magnitude) {
-    const S16 half = Load<S16>(p);
-    magnitude = Max(magnitude, half & (S16{} + int16_t(0x7fff)));
-#if defined(__F16C__)
-    a = (F8)_mm256_cvtph_ps(Load<__m128i>(p));
-    b = (F8)_mm256_cvtph_ps(Load<__m128i>(p + 16));
+  static void Unit(const char* p, Floats& a, Floats& b, Bits& magnitude) {
+    const Shorts half = Load<Shorts>(p);
+    magnitude = Max(magnitude, half & (Shorts{} + int16_t(0x7fff)));
+#if defined(__AVX512F__)
+    a = (Floats)_mm512_maskz_cvtph_ps(0xffff, Load<__m256i>(p));
+    b = (Floats)_mm512_maskz_cvtph_ps(0xffff, Load<__m256i>(p + 32));
+#elif defined(__F16C__)
+    a = (Floats)_mm256_cvtph_ps(Load<__m128i>(p));
+    b = (Floats)_mm256_cvtph_ps(Load<__m128i>(p + 16));
 #else
     // Magnitudes are enough: the exponent of a half, shifted into a float's place, is too small by 112.
-    const I8 word = (I8)half;
-    const F8 rebias = F8{} + 0x1p112f;
-    a = (F8)((word & (I8{} + 0x7fff)) << 13) * rebias;
-    b = (F8)(((word >> 16) & (I8{} + 0x7fff)) << 13) * rebias;
+    const Ints word = (Ints)half;
+    const Floats rebias = Floats{} + 0x1p112f;
+    a = (Floats)((word & (Ints{} + 0x7fff)) << 13) * rebias;
+    b = (Floats)(((word >> 16) & (Ints{} + 0x7fff)) << 13) * rebias;
 #endif
   }
   static double Value(const char* p) { return FromBits(Load<uint16_t>(p)); }
@@ -145,7 +185,7 @@ struct Float64 {
 // What one block has gathered inside a chunk. `careful_max` and `bad` come from tiles that were read again.
 template <class Bits>
 struct BlockSums {
-  D4 sumsq;
+  Doubles sumsq;
   Bits magnitude;
   double careful_max;
   double bad;
@@ -160,18 +200,18 @@ struct Strides {
 template <class Format, class Bits>
 __attribute__((noinline)) void CarefulTile(const char* tile, Strides strides, int64_t rows, int64_t cols,
                                            BlockSums<Bits>& sums, double* row_sumsq, int64_t row_step) {
-  const int64_t padded = (cols + 3) / 4 * 4;
+  const int64_t padded = (cols + kDoubleLanes - 1) / kDoubleLanes * kDoubleLanes;
   double values[kTileCols] = {};
-  D4 max = {};
-  L4 bad = {};
+  Doubles max = {};
+  Longs bad = {};
   for (int64_t r = 0; r < rows; ++r) {
     const char* p = tile + r * strides.row;
     for (int64_t c = 0; c < cols; ++c) values[c] = Format::Value(p + c * strides.col);
-    D4 sum = {};
-    for (int64_t c = 0; c < padded; c += 4) {
-      const D4 v = (D4)(Load<L4>(values + c) & (L4{} + std::numeric_limits<int64_t>::max()));
-      const L4 finite = v <= D4{} + std::numeric_limits<double>::max();
-      const D4 kept = (D4)((L4)v & finite);
+    Doubles sum = {};
+    for (int64_t c = 0; c < padded; c += kDoubleLanes) {
+      const Doubles v = (Doubles)(Load<Longs>(values + c) & (Longs{} + std::numeric_limits<int64_t>::max()));
+      const Longs finite = v <= Doubles{} + std::numeric_limits<double>::max();
+      const Doubles kept = (Doubles)((Longs)v & finite);
       sum += kept * kept;
       max = Max(max, kept);
       bad += finite + 1;  // a true lane is -1
@@ -179,7 +219,7 @@ __attribute__((noinline)) void CarefulTile(const char* tile, Strides strides, in
     sums.sumsq += sum;
     if (row_sumsq != nullptr) row_sumsq[r * row_step] += Sum(sum);
   }
-  for (int lane = 0; lane < 4; ++lane) {
+  for (int lane = 0; lane < kDoubleLanes; ++lane) {
     sums.careful_max = std::max(sums.careful_max, max[lane]);
     sums.bad += double(bad[lane]);
   }
@@ -187,7 +227,7 @@ __attribute__((noinline)) void CarefulTile(const char* tile, Strides strides, in
 
 // The sum of `kCount` vectors as a tree. A template and not a loop: the vectors must stay in registers.
 template <int kCount>
-inline F8 Tree(const F8* v) {
+inline Floats Tree(const Floats* v) {
   if constexpr (kCount == 1) {
     return v[0];
   } else {
@@ -202,21 +242,21 @@ constexpr int64_t kAheadBytes = 1024;
 template <class Format, int kUnits>
 inline void Prefetch(const char* p) {
 #pragma GCC unroll 4
-  for (int64_t at = 0; at < kUnits * 16 * Format::kBytes; at += 64) __builtin_prefetch(p + kAheadBytes + at);
+  for (int64_t at = 0; at < kUnits * kUnitCols * Format::kBytes; at += 64) __builtin_prefetch(p + kAheadBytes + at);
 }
 
-// Sums down the rows of `kUnits` * 16 contiguous columns.
+// Sums down the rows of `kUnits` * kUnitCols contiguous columns.
 template <class Format, int kUnits>
-inline D4 SumColumns(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude) {
-  F8 acc[2 * kUnits];
+inline Doubles SumColumns(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude) {
+  Floats acc[2 * kUnits];
 #pragma GCC unroll 8
-  for (int i = 0; i < 2 * kUnits; ++i) acc[i] = F8{};
+  for (int i = 0; i < 2 * kUnits; ++i) acc[i] = Floats{};
   for (int64_t r = 0; r < rows; ++r, p += row_bytes) {
     Prefetch<Format, kUnits>(p);
 #pragma GCC unroll 4
     for (int u = 0; u < kUnits; ++u) {
-      F8 a, b;
-      Format::Unit(p + u * 16 * Format::kBytes, a, b, magnitude);
+      Floats a, b;
+      Format::Unit(p + u * kUnitCols * Format::kBytes, a, b, magnitude);
       acc[2 * u] += a * a;
       acc[2 * u + 1] += b * b;
     }
@@ -225,73 +265,79 @@ inline D4 SumColumns(const char* p, int64_t row_bytes, int64_t rows, typename Fo
 }
 
 // Neighbours added: [a0+a1, a2+a3, ..., b0+b1, ...]. Three rounds of it turn 8 vectors into the vector of their sums.
-inline F8 PairSums(F8 a, F8 b) {
+inline Floats8 PairSums(Floats8 a, Floats8 b) {
   return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 }
 
-// The same, adding the sum of every row to row_sumsq[r]. A row's sum has kUnits + 4 roundings: 8 at most.
+// A vector whose sum is that of `v`.
+inline Floats8 Fold(Floats v) {
+#if defined(__AVX512F__)
+  return LowHalf(v) + HighHalf(v);
+#else
+  return v;
+#endif
+}
+
+// The same, adding the sum of every row to row_sumsq[r], which has 8 roundings at most.
 template <class Format, int kUnits>
-inline D4 SumRows(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude, double* row_sumsq) {
-  F8 row[kTileRows];
-  for (int64_t r = rows; r < kTileRows; ++r) row[r] = F8{};
+inline Doubles SumRows(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude,
+                       double* row_sumsq) {
+  Floats8 row[kTileRows];
+  for (int64_t r = rows; r < kTileRows; ++r) row[r] = Floats8{};
   for (int64_t r = 0; r < rows; ++r, p += row_bytes) {
     Prefetch<Format, kUnits>(p);
-    F8 even = {};
-    F8 odd = {};
+    Floats even = {};
+    Floats odd = {};
 #pragma GCC unroll 4
     for (int u = 0; u < kUnits; ++u) {
-      F8 a, b;
-      Format::Unit(p + u * 16 * Format::kBytes, a, b, magnitude);
+      Floats a, b;
+      Format::Unit(p + u * kUnitCols * Format::kBytes, a, b, magnitude);
       even += a * a;
       odd += b * b;
     }
-    row[r] = even + odd;
+    row[r] = Fold(even + odd);
   }
-  const F8 sums = PairSums(PairSums(PairSums(row[0], row[1]), PairSums(row[2], row[3])),
-                           PairSums(PairSums(row[4], row[5]), PairSums(row[6], row[7])));
+  const Floats8 sums = PairSums(PairSums(PairSums(row[0], row[1]), PairSums(row[2], row[3])),
+                                PairSums(PairSums(row[4], row[5]), PairSums(row[6], row[7])));
 #pragma GCC unroll 8
   for (int r = 0; r < kTileRows; ++r) row_sumsq[r] += sums[r];
-  return Widen(sums);
+  return WidenRows(sums);
 }
 
 template <class Format, bool kPerRow, int kUnits>
-inline D4 SumUnits(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude,
-                   double* row_sumsq) {
+inline Doubles SumUnits(const char* p, int64_t row_bytes, int64_t rows, typename Format::Bits& magnitude,
+                        double* row_sumsq) {
   if constexpr (kPerRow) return SumRows<Format, kUnits>(p, row_bytes, rows, magnitude, row_sumsq);
   return SumColumns<Format, kUnits>(p, row_bytes, rows, magnitude);
 }
 
 template <class Format, bool kPerRow>
-inline D4 SumTile(const char* p, int64_t row_bytes, int64_t rows, int64_t units, typename Format::Bits& magnitude,
-                  double* row_sumsq) {
-  switch (units) {
-    case 4:
-      return SumUnits<Format, kPerRow, 4>(p, row_bytes, rows, magnitude, row_sumsq);
-    case 3:
-      return SumUnits<Format, kPerRow, 3>(p, row_bytes, rows, magnitude, row_sumsq);
-    case 2:
-      return SumUnits<Format, kPerRow, 2>(p, row_bytes, rows, magnitude, row_sumsq);
-    default:
-      return SumUnits<Format, kPerRow, 1>(p, row_bytes, rows, magnitude, row_sumsq);
+inline Doubles SumTile(const char* p, int64_t row_bytes, int64_t rows, int64_t units, typename Format::Bits& magnitude,
+                       double* row_sumsq) {
+  if constexpr (kTileUnits == 4) {
+    if (units == 4) return SumUnits<Format, kPerRow, 4>(p, row_bytes, rows, magnitude, row_sumsq);
+    if (units == 3) return SumUnits<Format, kPerRow, 3>(p, row_bytes, rows, magnitude, row_sumsq);
   }
+  if (units == 2) return SumUnits<Format, kPerRow, 2>(p, row_bytes, rows, magnitude, row_sumsq);
+  return SumUnits<Format, kPerRow, 1>(p, row_bytes, rows, magnitude, row_sumsq);
 }
 
 // Sums a tile whose columns do not fill units, or are not neighbours in memory: they are first copied next to each
 // other, padded with zeros, which change none of the three results.
 template <class Format, bool kPerRow>
-__attribute__((noinline)) D4 SumOddTile(const char* tile, Strides strides, int64_t rows, int64_t cols,
-                                        typename Format::Bits& magnitude, double* row_sumsq) {
+__attribute__((noinline)) Doubles SumOddTile(const char* tile, Strides strides, int64_t rows, int64_t cols,
+                                             typename Format::Bits& magnitude, double* row_sumsq) {
   const bool contiguous = strides.col == Format::kBytes;
-  const int64_t direct = contiguous ? cols / 16 : 0;
-  D4 sumsq = {};
+  const int64_t direct = contiguous ? cols / kUnitCols : 0;
+  Doubles sumsq = {};
   if (direct > 0) sumsq = SumTile<Format, kPerRow>(tile, strides.row, rows, direct, magnitude, row_sumsq);
-  const int64_t rest = cols - 16 * direct;
+  const int64_t rest = cols - kUnitCols * direct;
   if (rest == 0) return sumsq;
-  alignas(32) char copy[kTileRows * kTileCols * Format::kBytes];
-  const int64_t units = (rest + 15) / 16;
-  const int64_t copy_bytes = units * 16 * Format::kBytes;
-  const char* source = tile + 16 * direct * strides.col;
+  alignas(kVectorBytes) char copy[kTileRows * kTileCols * Format::kBytes];
+  const int64_t units = (rest + kUnitCols - 1) / kUnitCols;
+  const int64_t copy_bytes = units * kUnitCols * Format::kBytes;
+  const char* source = tile + kUnitCols * direct * strides.col;
   for (int64_t r = 0; r < rows; ++r, source += strides.row) {
     char* to = copy + r * copy_bytes;
     std::memset(to, 0, copy_bytes);
@@ -316,9 +362,9 @@ struct Tile {
 #pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r) tile_rows[r] = 0;
     Bits magnitude = {};
-    D4 sumsq;
+    Doubles sumsq;
     if (cols == kTileCols && strides.col == Format::kBytes) {
-      sumsq = SumUnits<Format, kPerRow, kTileCols / 16>(tile, strides.row, rows, magnitude, tile_rows);
+      sumsq = SumUnits<Format, kPerRow, kTileUnits>(tile, strides.row, rows, magnitude, tile_rows);
     } else {
       sumsq = SumOddTile<Format, kPerRow>(tile, strides, rows, cols, magnitude, tile_rows);
     }
@@ -335,8 +381,8 @@ struct Tile {
 
   static double Absmax(const BlockSums<Bits>& sums) {
     uint32_t bits = 0;
-    constexpr int kLanes = sizeof(Bits) / sizeof(Element);
-    for (int lane = 0; lane < kLanes; ++lane) bits = std::max(bits, uint32_t(sums.magnitude[lane]));
+    for (size_t lane = 0; lane < sizeof(Bits) / sizeof(Element); ++lane)
+      bits = std::max(bits, uint32_t(sums.magnitude[lane]));
     return std::max(Format::FromBits(bits), sums.careful_max);
   }
 

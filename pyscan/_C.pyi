@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 version: str
 compiler: str
 isa: str
-best_isa: str
+isas: tuple[str, ...]  # all that this machine can execute, the best one last
 
 def reduce_into(
     address: int,

@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "compiled with": _C.compiler,
         "instruction set": _C.isa,
-        "best instruction set": _C.best_isa,
+        "best instruction set": _C.isas[-1],
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -22,7 +22,7 @@ if IN_INTERPRETER:
     from tests.gpu.engine import triton_reduce
 
 TOLERANCE = 1e-6  # relative, of a sum of squares: the numerics contract of csrc/reduce.h
-NATIVE = [] if IN_INTERPRETER else ["baseline", "avx2"] if _C.best_isa == "avx2" else ["baseline"]
+NATIVE = [] if IN_INTERPRETER else list(_C.isas)
 ISAS = ["triton"] if IN_INTERPRETER else NATIVE
 DTYPES = list(engine.DTYPES)
 Reducer = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -387,7 +387,7 @@ def test_a_device_without_an_engine_is_named() -> None:
         ({"block": 64, "rows": -1}, "rows and cols must be >= 0"),
         ({"block": 32}, "sumsq must have 4 values, got 2"),
         ({"block": 64, "row_sumsq": np.zeros(3)}, "row_sumsq must have 10 values, got 3"),
-        ({"block": 64, "isa": "sse9"}, "instruction set must be baseline or avx2, got sse9"),
+        ({"block": 64, "isa": "sse9"}, "instruction set must be baseline, avx2 or avx512, got sse9"),
     ],
 )
 def test_the_border_to_native_code_checks_its_arguments(change: dict, text: str) -> None:

@@ -41,12 +41,6 @@ namespace {
 std::string scratch;
 constexpr uint64_t kCells = 100;
 
-std::vector<Isa> Isas() {
-  std::vector<Isa> isas = {Isa::kBaseline};
-  if (BestIsa() != Isa::kBaseline) isas.push_back(BestIsa());
-  return isas;
-}
-
 double FromBits(uint64_t bits) {
   double value;
   std::memcpy(&value, &bits, sizeof(value));
