@@ -98,6 +98,7 @@ def take_shortcut(
     call `see` in their place: with the input, or where there is only `after`, with the output."""
     if getattr(module, CALL, False) is None and type(module)._call_impl is nn.Module._call_impl:
         _teach_compiler()
+        _spare_replicas()
         module.__dict__[CALL] = functools.partial(call_alone, _C.make_watched(before, after, see), module)
 
 
@@ -138,6 +139,21 @@ def _call_in_graph(watched: object, module: nn.Module, *args: Any, **kwargs: Any
 def _teach_compiler() -> None:
     """In a graph that is traced all of the call is left to torch, which runs the hook."""
     torch.compiler.substitute_in_graph(call_alone, skip_signature_check=True)(_call_in_graph)
+
+
+@functools.cache
+def _spare_replicas() -> None:
+    """A replica of nn.DataParallel begins with all that is in the dict of its module, but has weights of its own: there
+    the shortcut would lead to the module's."""
+    original = nn.Module._replicate_for_data_parallel
+
+    @functools.wraps(original)
+    def replicate(self: nn.Module) -> nn.Module:
+        replica: nn.Module = original(self)  # type: ignore[no-untyped-call]
+        leave_shortcut(replica)
+        return replica
+
+    nn.Module._replicate_for_data_parallel = replicate  # type: ignore[method-assign]
 
 
 def after_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

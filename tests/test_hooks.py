@@ -127,6 +127,27 @@ def test_copies_have_neither_hook_nor_shortcut() -> None:
     assert not any(hooks.CALL in module.__dict__ for module in model.modules())
 
 
+def test_a_replica_for_data_parallel_uses_its_own_weights() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.linear.weight)
+
+    model, ones = Model(), torch.ones(2, 8)
+    with pyscan.attach(model) as scan:
+        whole, linear = model._replicate_for_data_parallel(), model.linear._replicate_for_data_parallel()
+        linear.weight, linear.bias = torch.eye(8), None  # as torch gives them to a replica
+        whole.linear = linear
+        assert torch.equal(whole(ones), ones)
+        assert torch.equal(linear(ones), ones)
+        scan.step()
+        assert scan.latest()["param_stats"]["linear.weight"]["activation_norm"] == 4.0
+        assert all(hooks.CALL in module.__dict__ for module in model.modules())
+
+
 def test_a_module_that_is_compiled_in_place_stays_so() -> None:
     model, ran = nn.Sequential(nn.Linear(8, 8)), []
     linear = model[0]
