@@ -73,7 +73,7 @@ def slower(now: dict[str, Any], kept: dict[str, Any]) -> list[str]:
 
 
 def picture(results: list[dict[str, Any]], path: Path, note: str) -> None:
-    """Overhead of every contestant with its error, a panel per table; beside the bars what each writes."""
+    """Overhead of every contestant, its error and its spread, a panel per table; beside the bars what each writes."""
     import matplotlib as mpl
     from matplotlib import pyplot as plt
 
@@ -94,18 +94,21 @@ def _panel(axes: Any, result: dict[str, Any]) -> None:
     names = list(result["contestants"])
     for place, name in enumerate(names):
         figures = result["contestants"][name]
-        longer, error = (100 * value for value in (figures["wall"]["median"] - 1, figures["wall"]["error"]))
+        wall = figures["wall"]
+        longer, low, high = (100 * (wall[key] - 1) for key in ("median", "p20", "p80"))
+        error = 100 * wall["error"]
         color = COLORS.get(name.split()[0], COLORS["other"])
         axes.barh(place, longer, xerr=error, color=color, capsize=3, height=0.6)
+        axes.hlines(place, low, high, color="#cccccc", linewidth=4, zorder=1.5)  # above the bar, below the interval
         kept = f"{figures['bytes_per_step'] / 1024:,.1f} KiB a step" if figures["bytes_per_step"] >= 1 else ""
-        text = f"  {longer:+.2f} ± {error:.2f} %  {kept}  {CONTESTANTS[name].records}"
-        axes.text(max(longer + error, 0), place, text, va="center", fontsize=7)
+        text = f"  {longer:+.2f} ± {error:.2f} %  {kept}  {CONTESTANTS[name].records}".replace("; ", ";\n  ")
+        axes.text(max(longer + error, high, 0), place, text, va="center", fontsize=7)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(right=3 * axes.get_xlim()[1])
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_title(title(result).replace("; bare against", "\nbare against"), fontsize=8, loc="left")
-    axes.set_xlabel("longer than a bare step, %, with the 95 % interval", fontsize=7)
+    axes.set_xlabel("longer than a bare step, %: with the 95 % interval; in grey p20 to p80 of whole turns", fontsize=7)
     axes.tick_params(labelsize=7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
