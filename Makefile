@@ -57,7 +57,7 @@ check-gpu: build  ## What the compiler makes of the kernels for four GPUs: load 
 	$(BIN)/python -m tests.gpu.check_compiled
 
 bench: build  ## Benchmarks, with timing, ours beside a rival; with bench-training and bench-growth
-	$(PYTEST) benchmarks --benchmark-enable --benchmark-only --benchmark-columns=median,iqr,rounds -s
+	$(PYTEST) benchmarks --benchmark-only -s
 	$(MAKE) bench-training bench-growth
 
 BENCH_MODEL ?= minimind

@@ -1,6 +1,6 @@
 """Merging the files of many ranks: time and memory against the number of ranks and of steps.
 
-`pytest benchmarks/bench_ranks.py --benchmark-enable -s` prints both for 64, 256 and 1,024 ranks of a model with 200
+`pytest benchmarks/bench_ranks.py --benchmark-only -s` prints both for 64, 256 and 1,024 ranks of a model with 200
 sites, as does `python -m benchmarks.bench_ranks [ranks ...]`. There are 64 files; ranks beyond are hard links to them,
 which the reader is told to take for files of their own.
 """

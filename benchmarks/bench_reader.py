@@ -1,7 +1,7 @@
 """Reading the history of one site: version 2, column-major in frames of 64 rows, beside version 1.1, records of 12
 bytes.
 
-`pytest benchmarks/bench_reader.py --benchmark-enable -s` times both sides and prints their ratio, as does
+`pytest benchmarks/bench_reader.py --benchmark-only -s` times both sides and prints their ratio, as does
 `python benchmarks/bench_reader.py [cells]`.
 """
 

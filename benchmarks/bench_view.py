@@ -1,6 +1,6 @@
 """The viewer on a long run: how soon a move of the slider is answered, and what a report of the run takes.
 
-`pytest benchmarks/bench_view.py --benchmark-enable -s` looks at 100,000 steps of 300 sites; as a test, at 2,000.
+`pytest benchmarks/bench_view.py --benchmark-only -s` looks at 100,000 steps of 300 sites; as a test, at 2,000.
 """
 
 from __future__ import annotations
