@@ -452,9 +452,9 @@ class Scanner:
             plain=self._capture.state if self._is_forward_plain() else None,
         )
         self._endings.append(self._forward.remove)
-        # Of the model itself two, one for each lookup and gradient, as if torch called them: an upper bound where the
-        # shortcut of hooks.py does. Inputs come by it alone, and it is timed with what it brings.
-        self._num_hooks = 2 + sum(site.observe == "lookup" for site in sites) + len(self._gradients.weights)
+        # One for each gradient. Those of the model, its lookups and inputs are called by the shortcut of hooks.py,
+        # which is timed with what it brings.
+        self._num_hooks = len(self._gradients.weights)
         self._state = ModelState(self._model, sites)
         self._plain = self._plain_step()
         self._steps.state.use(self._forward.state, self._gradients.state, self._plain)
